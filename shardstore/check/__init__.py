@@ -1,0 +1,13 @@
+"""Looking at what lies in a store: the index, damage, leftovers."""
+
+from __future__ import annotations
+
+from shardstore.check.find import MARK_SCHEMA, Found, attempts_in, find_index, need_index, places
+from shardstore.check.leftovers import GRACE_SECONDS, OLD_SECONDS, Leftover, plan_leftovers, remove
+from shardstore.check.verifying import CheckpointReport, Problem, Report, default_threads, verify, verify_store
+
+__all__ = [
+    "GRACE_SECONDS", "MARK_SCHEMA", "OLD_SECONDS", "CheckpointReport", "Found", "Leftover", "Problem", "Report",
+    "attempts_in", "default_threads", "find_index", "need_index", "places", "plan_leftovers", "remove", "verify",
+    "verify_store",
+]  # fmt: skip

@@ -1,0 +1,92 @@
+"""What may be removed of saves that died or were overwritten: planned as a value, carried out on request.
+
+Only files under an attempt mark that no index names, whose mark is old enough by the store's own clock. Without a mark:
+not ours to touch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardstore.check.find import Attempt, Found, attempts_in, find_index
+from shardstore.errors import Damaged, StoreError, UnsupportedVersion
+from shardstore.index import mark_name
+from shardstore.storage import Entry, Store
+
+OLD_SECONDS = 24 * 3600.0
+GRACE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """The files of one attempt that no index names. `removable` says whether they may go now, `why` for people."""
+
+    attempt: str
+    keys: tuple[str, ...]
+    nbytes: int
+    age: float | None
+    removable: bool
+    why: str
+
+
+def plan_leftovers(store: Store, *, old: float = OLD_SECONDS, grace: float = GRACE_SECONDS) -> list[Leftover]:
+    """Leftovers at the root of a store, oldest first.
+
+    `old`, `grace`: how many seconds the mark of a dead save, of an overwritten one, must be old before they may go.
+    """
+    try:
+        found = find_index(store)
+    except (Damaged, UnsupportedVersion):
+        return []  # what an index that can't be read needs is not known
+    attempts, _ = attempts_in(store)
+    now = store.now()
+    planned = [_judge(attempt, found, now, old, grace) for attempt in attempts.values()]
+    return sorted((left for left in planned if left), key=lambda left: -(left.age or 0))
+
+
+def _judge(attempt: Attempt, found: Found | None, now: float, old: float, grace: float) -> Leftover | None:
+    named = {file.path for file in found.index.files} if found else set()
+    keys = [entry for entry in attempt.files if entry.key not in named]
+    if found and found.index.attempt == attempt.id and not attempt.marked and not keys:
+        return None
+    if not attempt.marked:
+        why = "it has no attempt mark: not touched"
+        return _leftover(attempt, keys, None, removable=False, why=why) if keys else None
+    age = now - attempt.marked.modified
+    least = grace if attempt.superseded else old
+    what = "replaced by a newer save" if attempt.superseded else "a save that did not end"
+    if found and found.index.attempt == attempt.id:
+        what = "the mark of a committed save"
+    ripe = age >= least
+    why = f"{what}, {_words(age)} old" + ("" if ripe else f": kept until it is {_words(least)} old")
+    return _leftover(attempt, keys, age, removable=ripe, why=why)
+
+
+def _leftover(attempt: Attempt, files: list[Entry], age: float | None, *, removable: bool, why: str) -> Leftover:
+    keys = tuple(entry.key for entry in files) + ((mark_name(attempt.id),) if attempt.marked else ())
+    return Leftover(attempt.id, keys, sum(entry.nbytes for entry in files), age, removable, why)
+
+
+def remove(
+    store: Store, leftover: Leftover, *, old: float = OLD_SECONDS, grace: float = GRACE_SECONDS
+) -> list[str]:
+    """Remove what may go, the mark last, so that what an error leaves behind can be found again. Returns errors.
+
+    Index and mark are looked at once more: a save that was stopped for a day may have come back meanwhile.
+    """
+    again = {left.attempt: left for left in plan_leftovers(store, old=old, grace=grace)}.get(leftover.attempt)
+    if again is None or not again.removable:
+        return [f"{leftover.attempt}: {again.why if again else 'it is needed now'}"]
+    for key in again.keys:
+        try:
+            store.delete(key)
+        except StoreError as error:
+            return [str(error)]
+    return []
+
+
+def _words(seconds: float) -> str:
+    """A time span, for people."""
+    if seconds < 2 * 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 2 * 3600 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,239 @@
+"""Reads every byte of checkpoints and says what is wrong, by file, block and tensor."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from shardstore import header, strictjson
+from shardstore.check.find import attempts_in, need_index, places
+from shardstore.check.leftovers import Leftover, plan_leftovers
+from shardstore.errors import Damaged, KeyMissing, ShardstoreError, StoreError, Unfinished, exit_code
+from shardstore.events import Listener, Reporter, to_log
+from shardstore.hashing import DIGEST_BYTES, BlockHasher
+from shardstore.header import Stored
+from shardstore.index import HF_NAME, MAX_BYTES, NAME, FileEntry, Index, header_name, weight_map
+from shardstore.specs import DTYPES
+from shardstore.storage import Store, join, open_store
+from shardstore.transfer import damaged, in_parallel
+
+Kind: TypeAlias = Literal["index", "missing", "size", "damaged", "digest", "header", "meta", "derived", "unreadable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a file. `blocks`: numbers of bad 4 MiB blocks; `tensors`: paths that lie there."""
+
+    kind: Kind
+    file: str
+    message: str
+    blocks: tuple[int, ...] = ()
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class CheckpointReport:
+    """What `verify` found at one place. `error`: why there is no checkpoint to verify. `leftovers` harm nothing."""
+
+    url: str
+    attempt: str | None = None
+    step: int | None = None
+    nbytes: int = 0
+    files: int = 0
+    tensors: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    leftovers: list[Leftover] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+    error: ShardstoreError | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the checkpoint is whole: every byte that it names is there and right."""
+        return not self.problems and self.error is None
+
+    @property
+    def exit_code(self) -> int:
+        """0 whole, 3 damaged, else the code of `error`."""
+        if self.error is not None:
+            return exit_code(self.error)
+        return Damaged.exit_code if self.problems else 0
+
+
+@dataclass(slots=True)
+class Report:
+    """What `verify` found, for each checkpoint at or below a place."""
+
+    url: str
+    checkpoints: list[CheckpointReport]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every checkpoint is whole. Unfinished saves beside whole checkpoints make it False, too."""
+        return all(checkpoint.ok for checkpoint in self.checkpoints)
+
+    @property
+    def exit_code(self) -> int:
+        """The worst of all: 3 damaged before 4 unfinished before the others."""
+        codes = {checkpoint.exit_code for checkpoint in self.checkpoints}
+        return next((code for code in (3, 4, *sorted(codes - {0})) if code in codes), 0)
+
+
+def verify(
+    url: str, *, threads: int | None = None, listener: Listener | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Report:  # fmt: skip
+    """Read and check every byte of the checkpoint at `url`, or of all checkpoints below it.
+
+    Raises CheckpointNotFound where there is none at all; damage is reported, not raised.
+    """
+    listener = listener or to_log
+    store = open_store(url, storage_options=storage_options, listener=listener)
+    try:
+        found = places(store)
+    finally:
+        store.close()
+    reports = []
+    for place in found:
+        inner = open_store(join(url, place) if place else url, storage_options=storage_options, listener=listener)
+        try:
+            reports.append(verify_store(inner, threads or default_threads(), listener))
+        finally:
+            inner.close()
+    return Report(str(url), reports)
+
+
+def default_threads() -> int:
+    """Threads that move bytes where the caller does not say: one for each core that this process may use, 8 at most."""
+    import os
+
+    return min(8, len(os.sched_getaffinity(0)))
+
+
+def verify_store(store: Store, threads: int, listener: Listener) -> CheckpointReport:
+    """Check the checkpoint at the root of a store."""
+    report = CheckpointReport(store.url)
+    try:
+        index = need_index(store).index
+    except Damaged as error:
+        report.problems.append(Problem("index", NAME, str(error)))
+        return report
+    except Unfinished as error:
+        report.error = error
+        report.leftovers = plan_leftovers(store)
+        return report
+    except ShardstoreError as error:
+        report.error = error
+        return report
+    report.attempt, report.step, report.nbytes = index.attempt, index.step, index.nbytes
+    report.files, report.tensors = len(index.files), len(index.paths)
+    report.leftovers = plan_leftovers(store)
+    report.foreign = [entry.key for entry in attempts_in(store)[1]]
+    reporter = Reporter("verify", store.url, listener)
+    reporter.started(index.nbytes, len(index.files))
+    found: dict[int, list[Problem]] = {}
+
+    def check(file: int) -> None:
+        found[file] = verify_file(store, index, file, reporter)
+
+    in_parallel(check, sorted(range(len(index.files)), key=lambda f: -index.files[f].nbytes), threads)
+    report.problems += [problem for file in sorted(found) for problem in found[file]]
+    report.problems += _derived(store, index)
+    reporter.finished()
+    return report
+
+
+def verify_file(store: Store, index: Index, file: int, reporter: Reporter) -> list[Problem]:
+    """Check one file: its presence and size, each block, the whole, and what its header says."""
+    entry = index.files[file]
+    tensors = tuple(index.paths[tensor] for tensor in entry.pieces)
+    try:
+        found = store.stat(entry.path)
+        if found.kind != "file":
+            return [Problem("unreadable", entry.path, f"{entry.path} is no plain file", (), tensors)]
+        if found.nbytes != entry.nbytes:
+            return [_wrong_size(store, entry, found.nbytes, tensors)]
+        return _contents(store, index, file, reporter)
+    except KeyMissing:
+        return [Problem("missing", entry.path, f"{entry.path} is missing", (), tensors)]
+    except StoreError as error:
+        return [Problem("unreadable", entry.path, str(error), (), tensors)]
+
+
+def _wrong_size(store: Store, entry: FileEntry, nbytes: int, tensors: tuple[str, ...]) -> Problem:
+    first = memoryview(bytearray(min(nbytes, 64)))
+    store.read_into(entry.path, 0, [first])
+    message = f"{entry.path} has {nbytes} bytes, {entry.nbytes} were saved{header.looks_like(first)}"
+    return Problem("size", entry.path, message, (), tensors)
+
+
+def _contents(store: Store, index: Index, file: int, reporter: Reporter) -> list[Problem]:
+    entry, size = index.files[file], DIGEST_BYTES[index.hash]
+    hasher = BlockHasher(index.hash, index.block)
+    buffer = memoryview(bytearray(min(index.block, entry.nbytes)))
+    bad, kept = [], bytearray()
+    for number in range(-(-entry.nbytes // index.block)):
+        begin = number * index.block
+        block = buffer[: min(index.block, entry.nbytes - begin)]
+        store.read_into(entry.path, begin, [block])
+        if hasher.block(block) != entry.block_digest(number, size):
+            bad.append(number)
+        if begin < (entry.start or entry.nbytes):
+            kept += block[: (entry.start or entry.nbytes) - begin]
+        reporter.moved(len(block))
+    if bad:
+        error = damaged(index, file, bad)
+        return [Problem("damaged", entry.path, str(error), error.blocks, error.tensors)]
+    if hasher.finish()[0] != entry.digest:
+        return [Problem("digest", entry.path, f"{entry.path}: its blocks are right, its whole digest is not")]
+    return _meaning(index, file, bytes(kept))
+
+
+def _meaning(index: Index, file: int, first: bytes) -> list[Problem]:
+    """Whether a header says what the index says; whether meta is JSON."""
+    entry = index.files[file]
+    if entry.start is None:
+        try:
+            strictjson.loads(first, limit=MAX_BYTES)
+        except strictjson.BadJson as error:
+            return [Problem("meta", entry.path, f"{entry.path} is no JSON: {error}")]
+        return []
+    try:
+        size = header.length(first, entry.path, entry.nbytes)
+        if size + struct.calcsize("<Q") != entry.start:
+            return [Problem("header", entry.path, f"{entry.path}: its header does not end where the index says")]
+        shown, _ = header.parse(first[8:], entry.path, entry.nbytes)
+    except Damaged as error:
+        return [Problem("header", entry.path, str(error), (), error.tensors)]
+    return [] if shown == _expected(index, file) else [
+        Problem("header", entry.path, f"{entry.path}: its header names other tensors than the index"),
+    ]  # fmt: skip
+
+
+def _expected(index: Index, file: int) -> dict[str, Stored]:
+    entry = index.files[file]
+    parts = index.parts.get(file, {})
+    expected = {}
+    for position, (tensor, offset, nbytes) in enumerate(index.extents(file)):
+        spec = index.specs[tensor]
+        dtype = DTYPES[spec.dtype]
+        shape = parts[position].shape if position in parts else spec.shape
+        begin = offset - (entry.start or 0)
+        expected[header_name(index, file, tensor)] = Stored(
+            dtype.tag, tuple(dtype.stored_shape(shape)), begin, begin + nbytes
+        )
+    return expected
+
+
+def _derived(store: Store, index: Index) -> Sequence[Problem]:
+    wanted = weight_map(index)
+    try:
+        found = store.get(HF_NAME, limit=MAX_BYTES).data
+    except KeyMissing:
+        return []  # only for other tools; nothing of the checkpoint depends on it
+    except StoreError as error:
+        return [Problem("derived", HF_NAME, str(error))]
+    if found == wanted:
+        return []
+    return [Problem("derived", HF_NAME, f"{HF_NAME}, which is derived from the index, does not match it")]

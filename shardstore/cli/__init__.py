@@ -1,0 +1,26 @@
+"""The command line: one module for each command, which parses, calls what lies below, and shows.
+
+It imports no torch, so that it starts at once on a storage box. A new command is a module with a click command named
+`command`, and one more name in the two lines below.
+"""
+
+from __future__ import annotations
+
+import click
+
+from shardstore._version import __version__
+from shardstore.cli import ls, prune, show, verify
+from shardstore.cli._program import Program
+
+
+@click.group(cls=Program)
+@click.version_option(__version__, prog_name="shardstore")
+def main() -> None:
+    """Look after the checkpoints of PyTorch trainings: list, show, verify, clean up.
+
+    A URL is a path, or file:// and a path. Every command takes --json, for scripts.
+    """
+
+
+for _module in (ls, show, verify, prune):
+    main.add_command(_module.command)

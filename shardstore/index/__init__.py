@@ -1,0 +1,12 @@
+"""The index of a checkpoint, `shardstore.json`: schema, strict reading, writing, and what is derived from it."""
+
+from __future__ import annotations
+
+from shardstore.index.codec import MAX_BYTES, dump, parse
+from shardstore.index.derived import header_name, origin_of, weight_map
+from shardstore.index.model import HF_NAME, NAME, SCHEMA, FileEntry, Index, Piece, mark_name
+
+__all__ = [
+    "HF_NAME", "MAX_BYTES", "NAME", "SCHEMA", "FileEntry", "Index", "Piece",
+    "dump", "header_name", "mark_name", "origin_of", "parse", "weight_map",
+]  # fmt: skip

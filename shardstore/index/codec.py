@@ -1,0 +1,175 @@
+"""shardstore.json to Index and back. The specification is `docs/format.md`; msgspec lives here only.
+
+Reading trusts nothing: sizes, types, ranges, paths, coverage are checked, and every complaint is an error of ours.
+"""
+
+from __future__ import annotations
+
+import binascii
+import hashlib
+import re
+from typing import Annotated, Any, NoReturn
+
+import msgspec
+
+from shardstore import strictjson
+from shardstore.errors import Damaged, UnsupportedVersion
+from shardstore.hashing import DIGEST_BYTES, known
+from shardstore.index.check import check
+from shardstore.index.model import NAME, SCHEMA, FileEntry, Index
+from shardstore.specs import BLOCK, DTYPES, Box, TensorSpec
+
+MAX_BYTES = 256 * 1024 * 1024
+"""An index over this size is refused unread; 10 million tensors fit."""
+
+_TAIL = re.compile(rb'"sha256":"([0-9a-f]{64})"\}\n\Z')
+_TAIL_BYTES = len('"sha256":""}\n') + 64
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Attempt = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
+Short = Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    root: Count
+    path: str
+    bytes: Count
+    digest: str
+    blocks: str
+    start: Count | None
+    pieces: list[Count]
+
+
+class _Tensors(msgspec.Struct, forbid_unknown_fields=True):
+    path: list[str]
+    kinds: list[tuple[str, list[Count]]]
+    kind: list[Count]
+    parts: list[tuple[Count, Count, list[Count], list[Count]]]
+    aliases: list[tuple[Count, Count]]
+
+
+class _Index(msgspec.Struct, forbid_unknown_fields=True):
+    schema: str
+    attempt: Attempt
+    run: Short | None
+    step: Count | None
+    seq: Count
+    parent: Attempt | None
+    owner: Count
+    time: Short
+    versions: dict[str, Short]
+    world: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    roots: Annotated[int, msgspec.Meta(ge=1, le=2**16 - 1)]
+    hash: Short
+    block: Count
+    meta: Count
+    files: list[_File]
+    tensors: _Tensors
+
+
+def dump(index: Index) -> bytes:
+    """The bytes of shardstore.json. Its last member is the sha256 of all bytes before that member."""
+    files = [_File(f.root, f.path, f.nbytes, f.digest.hex(), _base64(f.blocks), f.start, f.pieces) for f in index.files]
+    tensors = _Tensors(
+        path=index.paths,
+        kinds=[(spec.dtype, list(spec.shape)) for spec in index.table],
+        kind=index.kinds,
+        parts=[
+            (file, at, list(box.origin), list(box.shape))
+            for file, boxes in sorted(index.parts.items())
+            for at, box in sorted(boxes.items())
+        ],
+        aliases=sorted(index.aliases.items()),
+    )
+    raw = _Index(
+        SCHEMA, index.attempt, index.run, index.step, index.seq, index.parent, index.owner, index.time, index.versions,
+        index.world, index.roots, index.hash, index.block, index.meta, files, tensors,
+    )  # fmt: skip
+    body = msgspec.json.encode(raw)[:-1] + b","
+    return body + b'"sha256":"%s"}\n' % hashlib.sha256(body).hexdigest().encode()
+
+
+def parse(data: bytes, where: str = NAME) -> Index:
+    """The index that these bytes hold. `where` names the file in errors.
+
+    Raises Damaged for anything that is not a whole, consistent index; UnsupportedVersion for another schema, an unknown
+    hash, block size or dtype.
+    """
+    tail = _TAIL.search(data, max(0, len(data) - _TAIL_BYTES))
+    if tail is None or hashlib.sha256(data[: tail.start()]).hexdigest().encode() != tail[1]:
+        _schema_first(data, where)
+        _bad(where, "its closing sha256 is missing or does not match: the file is cut or damaged")
+    try:
+        raw = strictjson.loads(data, limit=MAX_BYTES)
+    except strictjson.BadJson as error:
+        _bad(where, str(error))
+    _check_schema(raw, where)
+    del raw["sha256"]
+    try:
+        typed = msgspec.convert(raw, _Index)
+    except msgspec.ValidationError as error:
+        _bad(where, str(error))
+    index = _index(typed, where)
+    check(index, where)
+    return index
+
+
+def _schema_first(data: bytes, where: str) -> None:
+    """Of a file without a valid end, still tell a foreign or newer schema from damage."""
+    head = re.match(rb'\s*\{\s*"schema"\s*:\s*"(shardstore/[^"\\]{1,40})"', data[:256])
+    if head and head[1] != SCHEMA.encode():
+        _unsupported(where, f"the schema {head[1].decode(errors='replace')!r}")
+
+
+def _check_schema(raw: Any, where: str) -> None:
+    if not isinstance(raw, dict) or "schema" not in raw:
+        _bad(where, "it has no schema")
+    if raw["schema"] != SCHEMA:
+        _unsupported(where, f"the schema {str(raw['schema'])[:40]!r}")
+
+
+def _index(raw: _Index, where: str) -> Index:
+    if not known(raw.hash):
+        _unsupported(where, f"the hash {raw.hash[:40]!r}")
+    if raw.block != BLOCK:
+        _unsupported(where, f"the block size {raw.block}")
+    for dtype, _ in raw.tensors.kinds:
+        if dtype not in DTYPES:
+            _unsupported(where, f"the dtype {dtype[:40]!r}")
+    parts: dict[int, dict[int, Box]] = {}
+    for file, at, origin, shape in raw.tensors.parts:
+        parts.setdefault(file, {})[at] = Box(tuple(origin), tuple(shape))
+    return Index(
+        attempt=raw.attempt, time=raw.time, hash=raw.hash, meta=raw.meta, run=raw.run, step=raw.step, seq=raw.seq,
+        parent=raw.parent, owner=raw.owner, versions=raw.versions, world=raw.world, roots=raw.roots,
+        files=[_file(file, raw.hash, where) for file in raw.files],
+        paths=raw.tensors.path,
+        table=[TensorSpec(dtype, tuple(shape)) for dtype, shape in raw.tensors.kinds],
+        kinds=raw.tensors.kind,
+        parts=parts,
+        aliases=dict(raw.tensors.aliases),
+    )  # fmt: skip
+
+
+def _file(raw: _File, algorithm: str, where: str) -> FileEntry:
+    try:
+        digest = bytes.fromhex(raw.digest)
+        blocks = binascii.a2b_base64(raw.blocks.encode("ascii"), strict_mode=True)
+    except ValueError:
+        _bad(where, f"the digests of {raw.path[:80]!r} are malformed")
+    size = DIGEST_BYTES[algorithm]
+    if len(digest) != size or len(blocks) != size * -(-raw.bytes // BLOCK):
+        _bad(where, f"digests of {raw.path[:80]!r} are missing")
+    return FileEntry(raw.path, raw.bytes, digest, blocks, raw.start, raw.pieces, raw.root)
+
+
+def _base64(data: bytes) -> str:
+    return binascii.b2a_base64(data, newline=False).decode("ascii")
+
+
+def _bad(where: str, why: str) -> NoReturn:
+    raise Damaged(f"{where} is no valid index: {why}", file=where)
+
+
+def _unsupported(where: str, what: str) -> NoReturn:
+    raise UnsupportedVersion(f"{where} has {what}, which this version of shardstore does not know: use a newer one")

@@ -1,0 +1,24 @@
+"""Tensors as buffers: their bytes as a stream, new memory to load into, windows onto memory that is not plain."""
+
+from __future__ import annotations
+
+from shardstore.memory.collector import no_gc
+from shardstore.memory.fill import WAVE, Window, fillable, windows
+from shardstore.memory.fresh import Carved, Extent, carve, over, raw, single
+from shardstore.memory.stream import owned, stream
+
+__all__ = [
+    "WAVE",
+    "Carved",
+    "Extent",
+    "Window",
+    "carve",
+    "fillable",
+    "no_gc",
+    "over",
+    "owned",
+    "raw",
+    "single",
+    "stream",
+    "windows",
+]

@@ -1,0 +1,109 @@
+"""Tensors as a stream of buffers: what a shard's data section is made of.
+
+A contiguous CPU tensor is given as its own memory, without a copy. Small tensors are gathered into buffers of 1 MiB.
+All others (strided, conjugated, on a device) are copied in windows of a few MiB, through pinned memory from a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+
+from shardstore import address
+from shardstore.memory.fresh import raw
+
+SMALL = 64 * 1024
+GATHER = 1024 * 1024
+WINDOW = 4 * 1024 * 1024
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""By bytes of an element: a dtype in which any tensor of that width can be moved bit by bit."""
+
+
+def stream(tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
+    """The bytes of the tensors, row-major, one tensor after the other.
+
+    The caller keeps the tensors alive and unchanged while it uses the buffers.
+    """
+    gathered = _Gathered()
+    for tensor in tensors:
+        nbytes = tensor.nbytes
+        if nbytes < SMALL:
+            if nbytes:
+                if gathered.room < nbytes:
+                    yield gathered.take()
+                gathered.add(tensor if direct(tensor) else plain(tensor), nbytes)
+            continue
+        if gathered.used:
+            yield gathered.take()
+        if direct(tensor):
+            yield address.view(tensor.data_ptr(), nbytes)
+        else:
+            yield from map(owned, windows(tensor))
+    if gathered.used:
+        yield gathered.take()
+
+
+class _Gathered:
+    """A buffer that fills up with small tensors. A taken one is never written again."""
+
+    def __init__(self) -> None:
+        self.used = 0
+        self.room = 0
+
+    def add(self, tensor: torch.Tensor, nbytes: int) -> None:
+        if not self.room:
+            self._buffer = np.empty(GATHER, np.uint8).data
+            self._base = address.of(self._buffer)
+            self.used, self.room = 0, GATHER
+        address.move(self._base + self.used, tensor.data_ptr(), nbytes)
+        self.used += nbytes
+        self.room -= nbytes
+
+    def take(self) -> memoryview:
+        taken = self._buffer[: self.used] if self.used else memoryview(b"")
+        self.used = self.room = 0
+        return taken
+
+
+def direct(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory is its value, row-major, on the host."""
+    return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values as a contiguous tensor on the host; a copy where it was not one."""
+    tensor = tensor.detach()
+    if direct(tensor):
+        return tensor
+    if not (tensor.is_conj() or tensor.is_neg()):
+        tensor = tensor.view(BITS[tensor.itemsize])  # some dtypes can't even be copied
+    return _room(tensor).copy_(tensor)
+
+
+def _room(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous host memory for a copy of a tensor."""
+    if tensor.is_cuda:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    if tensor.nbytes < SMALL:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return raw(tensor.nbytes).view(tensor.dtype).view(tensor.shape)  # windows from malloc leave holes that add up
+
+
+def windows(tensor: torch.Tensor, most: int = WINDOW) -> Iterator[torch.Tensor]:
+    """Contiguous host copies of a tensor's parts, in row-major order, of at most `most` bytes where shapes allow."""
+    if tensor.nbytes <= most or not tensor.dim():
+        yield plain(tensor)
+    elif tensor.shape[0] == 1:
+        yield from windows(tensor[0], most)
+    else:
+        row = tensor.nbytes // tensor.shape[0]
+        for part in tensor.split(max(1, most // row)):
+            yield from windows(part, most)
+
+
+def owned(tensor: torch.Tensor) -> memoryview:
+    """A buffer over a contiguous host tensor that keeps it alive."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,242 @@
+"""A store in a folder: of this machine's disks, or of a network file system.
+
+A put is durable once it returns, as far as the file system keeps its word; readers see the old file or the new one.
+Which file systems can be trusted with what is in `mounts`; how a conditional put stays exclusive is in `claims`.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
+
+from shardstore.errors import InvalidArgument, KeyMissing, StoreError, StoreUnavailable
+from shardstore.storage import claims, mounts, posix, walk
+from shardstore.storage.content import version_of
+from shardstore.storage.folders import TRIES, Folders
+from shardstore.storage.handles import Handles
+from shardstore.storage.port import Blob, Body, Capabilities, Entry, check_key
+
+DAY = 86_400.0
+
+
+class LocalStore:
+    """Files below the folder `root`, which is made by the first put if only its last part is missing.
+
+    `claim_age`: seconds after which a conditional put breaks the claim of another one that seems to have died.
+    `claim_wait`: seconds for which it waits for the outcome of another one. `sleep` waits, in seconds.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        claim_age: float = 10.0,
+        claim_wait: float = 2.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        path = os.fspath(root)
+        if not isinstance(path, str):
+            raise InvalidArgument(f"a path is text, not {type(path).__name__}: {path!r}")
+        self.url = path
+        self._folders = Folders(path, path)
+        self._handles = Handles(self._open)
+        self._patience = claims.Patience(claim_age, claim_wait, sleep)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Depends on the file system on which the root lies."""
+        return self._capabilities
+
+    @cached_property
+    def _capabilities(self) -> Capabilities:
+        return mounts.capabilities(mounts.file_system(self._folders.root))
+
+    # -- writing
+
+    def put(self, key: str, body: Body, *, if_absent: bool = False, if_match: str | None = None) -> None:
+        """Write a file as the port says. If only the last flush of the folder fails, the new file is there already."""
+        self._check_writable_key(key)
+        if if_absent and if_match is not None:
+            raise InvalidArgument("if_absent and if_match can't both hold")
+        try:
+            if if_absent or if_match is not None:
+                claims.Exchange(self._folders, key, if_match, self._patience, self.now).run(body)
+            else:
+                self._replace(key, body)
+        finally:
+            self._handles.drop(key)
+
+    def _replace(self, key: str, body: Body) -> None:
+        *parts, name = key.split("/")
+        for _ in range(TRIES):
+            with suppress(posix.FolderGone), self._folders.open(parts, make=True) as folder:
+                _write(name, folder, body, self._shown(key))
+                return
+            self._folders.forget(parts)
+        message = f"the folder of {self._shown(key)!r} is removed as often as it is made"
+        raise StoreUnavailable(message, filename=self._shown(key))
+
+    def delete(self, key: str) -> None:
+        """Remove a file, durably, and the folders below the root that are empty then."""
+        *parts, name = check_key(key).split("/")
+        self._handles.drop(key)
+        try:
+            with self._folders.open(parts, flags=os.O_RDONLY) as folder:
+                with suppress(FileNotFoundError), posix.failing("removing", self._shown(key)):
+                    os.unlink(name, dir_fd=folder)
+                posix.sync_folder(folder, self._shown(key))
+        except KeyMissing:
+            return
+        self._prune(parts)
+
+    def _prune(self, parts: Sequence[str]) -> None:
+        """Remove folders that are empty, from the inmost to below the root; the first that can't go ends it."""
+        while parts:
+            *parts, name = parts
+            try:
+                with self._folders.open(parts) as folder:
+                    os.rmdir(name, dir_fd=folder)
+            except OSError:
+                return
+            self._folders.forget([*parts, name])
+
+    # -- reading
+
+    def get(self, key: str, *, limit: int) -> Blob:
+        """Read a whole small file; its version is the first half of its sha256."""
+        fd = self._open(check_key(key))
+        try:
+            data = posix.read_small(fd, limit, self._shown(key))
+        finally:
+            posix.close_quietly(fd)
+        return Blob(data, version_of(data))
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers from `offset` on. The file stays open until `close`, or a put or delete of its key."""
+        with self._handles.borrow(check_key(key)) as fd:
+            posix.read_at(fd, offset, buffers, self._shown(key))
+
+    def map(self, key: str) -> memoryview:
+        """A private map of a whole file: what is written to it stays in this process."""
+        if not self.capabilities.mappable:
+            message = f"{self._shown(key)!r} can't be mapped: {self.capabilities.why}"
+            raise StoreError(message, filename=self._shown(key))
+        fd = self._open(check_key(key))
+        try:
+            with posix.failing("mapping", self._shown(key)):
+                if os.fstat(fd).st_size == 0:
+                    return memoryview(bytearray())  # the system maps no empty file
+                return memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
+        finally:
+            posix.close_quietly(fd)
+
+    def stat(self, key: str) -> Entry:
+        """Size and time of one key. A link, a folder, a fifo or a device is there, but of the kind `other`."""
+        *parts, name = check_key(key).split("/")
+        with self._naming(key), self._folders.open(parts) as folder, posix.failing("looking at", self._shown(key)):
+            return walk.entry(key, os.lstat(name, dir_fd=folder))
+
+    def list(self, prefix: str = "") -> Sequence[Entry]:
+        """All files whose key starts with `prefix`; an error in the midst of it is an error."""
+        base = tuple(check_key(prefix.rpartition("/")[0]).split("/")) if "/" in prefix else ()
+        found = ((walk.key_of(parts), info) for parts, info in walk.files(self._folders, base) if not _is_own(parts))
+        return sorted(walk.entry(key, info) for key, info in found if key.startswith(prefix))
+
+    def _open(self, key: str) -> int:
+        *parts, name = key.split("/")
+        with self._naming(key), self._folders.open(parts) as folder:
+            return posix.open_plain(name, folder, self._shown(key))
+
+    @contextmanager
+    def _naming(self, key: str) -> Iterator[None]:
+        """What is missing is the key, whichever folder on the way to it is not there."""
+        try:
+            yield
+        except KeyMissing:
+            shown = self._shown(key)
+            raise KeyMissing(f"{shown!r} does not exist", errno=errno.ENOENT, filename=shown) from None
+
+    # -- the rest
+
+    def now(self) -> float:
+        """The clock of the file system, from a file made for that; where none can be made, that of this machine."""
+        name = posix.temp_name("clock")
+        try:
+            with self._folders.open([]) as root:
+                fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=root)
+                try:
+                    return os.fstat(fd).st_mtime
+                finally:
+                    posix.close_quietly(fd)
+                    posix.remove_quietly(name, root)
+        except OSError:
+            return time.time()
+
+    def close(self) -> None:
+        """Close the files that were kept open for reading."""
+        self._handles.drop()
+
+    def stale_temps(self, older_than: float = DAY) -> Sequence[Entry]:
+        """Temporary files of writers that have died: those not touched for `older_than` seconds, by the store's clock.
+
+        `delete` takes their keys.
+        """
+        before = self.now() - older_than
+        temps = ((walk.key_of(parts), info) for parts, info in walk.files(self._folders) if posix.is_temp(parts[-1]))
+        found = (walk.entry(key, info) for key, info in temps)
+        return sorted(each for each in found if each.modified <= before and each.kind == "file")
+
+    def remove_claims(self, older_than: float = DAY) -> None:
+        """Remove the folders that conditional puts leave behind, where none was made for `older_than` seconds.
+
+        Only for a root that is given up: while somebody may still put there, they keep the past from being repeated.
+        """
+        before = self.now() - older_than
+        for folder in self._folders_in([claims.FOLDER]):
+            for name in self._folders_in([claims.FOLDER, folder], before):
+                self._prune([claims.FOLDER, folder, name])
+        self._prune([claims.FOLDER])
+
+    def _folders_in(self, parts: Sequence[str], before: float = float("inf")) -> Sequence[str]:
+        """Names of the folders in a folder; none if one of its entries is newer than `before`."""
+        shown = self._shown("/".join(parts))
+        try:
+            with (
+                self._folders.open(parts, flags=os.O_RDONLY) as fd,
+                posix.failing("listing", shown),
+                os.scandir(fd) as entries,
+            ):
+                found = list(entries)
+                young = any(each.stat(follow_symlinks=False).st_mtime > before for each in found)
+                return [] if young else [each.name for each in found if each.is_dir(follow_symlinks=False)]
+        except KeyMissing:
+            return []
+
+    def _check_writable_key(self, key: str) -> None:
+        if _is_own(tuple(check_key(key).split("/"))):
+            raise InvalidArgument(f"the file name {key!r} is reserved for temporary files and claims")
+
+    def _shown(self, key: str) -> str:
+        return self._folders.shown(*key.split("/"))
+
+
+def _is_own(parts: tuple[str, ...]) -> bool:
+    """Whether a path belongs to the inner workings of this store, or of one whose root lies below."""
+    return claims.FOLDER in parts or posix.is_temp(parts[-1])
+
+
+def _write(name: str, folder: int, body: Body, shown: str) -> None:
+    """Write a file anew, durably, and put it into the place of an old one at once."""
+    temp = posix.temp_name(name)
+    posix.write_synced(temp, folder, body, shown)
+    try:
+        posix.move_into_place(temp, name, folder, shown)
+    except BaseException:
+        posix.remove_quietly(temp, folder)
+        raise
+    posix.sync_folder(folder, shown)  # or the name might not survive a power loss

@@ -1,0 +1,120 @@
+"""A store around a store: calls that failed in a way that may pass are made again, after a wait that grows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import stamina
+
+from shardstore.errors import InvalidArgument, StoreUnavailable
+from shardstore.events import Listener, Retried, to_log
+from shardstore.storage.port import Blob, Body, Capabilities, Entry, Store
+
+T = TypeVar("T")
+
+ATTEMPTS = 5
+TIMEOUT_S = 120.0
+_MAX_ATTEMPTS = 64
+_MAX_SECONDS = 86_400.0
+_MAX_WAIT_S = 10.0
+
+
+class RetryingStore:
+    """Repeats what raised StoreUnavailable, at most `attempts` times in all, and not after `timeout_s` seconds.
+
+    `wait_s` is the first wait, in seconds; it doubles up to 10 s, and up to as much again is added at random, so that a
+    thousand ranks do not come back at once. A conditional put is made once: where its answer was lost, only reading
+    tells what happened. Listings are read whole before they are given out. A body that is put again is iterated again.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        attempts: int = ATTEMPTS,
+        timeout_s: float = TIMEOUT_S,
+        wait_s: float = 0.1,
+        listener: Listener | None = None,
+    ) -> None:
+        _check_settings(attempts, timeout_s, wait_s)
+        self.inner = store
+        self.url = store.url
+        self._attempts = attempts
+        self._timeout_s = timeout_s
+        self._wait_s = wait_s
+        self._listener = listener or to_log
+        self._lock = threading.Lock()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.inner.capabilities
+
+    def put(self, key: str, body: Body, *, if_absent: bool = False, if_match: str | None = None) -> None:
+        if if_absent or if_match is not None:
+            self.inner.put(key, body, if_absent=if_absent, if_match=if_match)
+        else:
+            self._again("put", key, lambda: self.inner.put(key, body))
+
+    def get(self, key: str, *, limit: int) -> Blob:
+        return self._again("get", key, lambda: self.inner.get(key, limit=limit))
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        self._again("read_into", key, lambda: self.inner.read_into(key, offset, buffers))
+
+    def map(self, key: str) -> memoryview:
+        return self._again("map", key, lambda: self.inner.map(key))
+
+    def stat(self, key: str) -> Entry:
+        return self._again("stat", key, lambda: self.inner.stat(key))
+
+    def list(self, prefix: str = "") -> Sequence[Entry]:
+        return self._again("list", prefix, lambda: tuple(self.inner.list(prefix)))
+
+    def delete(self, key: str) -> None:
+        self._again("delete", key, lambda: self.inner.delete(key))
+
+    def now(self) -> float:
+        return self._again("now", "", self.inner.now)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _again(self, call: str, key: str, make: Callable[[], T]) -> T:
+        tries = stamina.retry_context(
+            on=StoreUnavailable,
+            attempts=self._attempts,
+            timeout=self._timeout_s,
+            wait_initial=self._wait_s,
+            wait_max=_MAX_WAIT_S,
+            wait_jitter=self._wait_s,
+        )
+        for attempt in tries:
+            with attempt:
+                try:
+                    return make()
+                except StoreUnavailable as error:
+                    if attempt.num < self._attempts:
+                        self._tell(Retried(call, key, attempt.num + 1, attempt.next_wait, str(error)))
+                    raise
+        raise StoreUnavailable(f"{call} {key!r} was not tried")  # pragma: no cover  at least one attempt is made
+
+    def _tell(self, event: Retried) -> None:
+        with self._lock:
+            self._listener(event)
+
+
+def unwrap(store: Store) -> Store:
+    """The store at the heart of its wrappers."""
+    while isinstance(store, RetryingStore):
+        store = store.inner
+    return store
+
+
+def _check_settings(attempts: int, timeout_s: float, wait_s: float) -> None:
+    if type(attempts) is not int or not 1 <= attempts <= _MAX_ATTEMPTS:
+        raise InvalidArgument(f"attempts must be a whole number from 1 to {_MAX_ATTEMPTS}, not {attempts!r}")
+    for name, value, least in (("timeout_s", timeout_s, 0.001), ("wait_s", wait_s, 0.0)):
+        if type(value) not in {int, float} or not least <= value <= _MAX_SECONDS:
+            raise InvalidArgument(f"{name} must be from {least} to {_MAX_SECONDS:.0f} seconds, not {value!r}")

@@ -1,0 +1,151 @@
+"""Carries out read plans: each block once, on threads, verified as it arrives.
+
+Long segments are read straight into their memory; short ones, gaps, headers and padding go through a buffer of one
+block per thread and reach their memory only after the block's digest was found right.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from shardstore import address
+from shardstore.errors import Damaged
+from shardstore.events import Reporter
+from shardstore.hashing import DIGEST_BYTES, new
+from shardstore.index import FileEntry, Index
+from shardstore.plan import Segment
+from shardstore.storage.port import Store
+from shardstore.transfer.write import in_parallel
+
+DIRECT = 64 * 1024
+"""Segments of at least so many bytes in a block are read without a detour."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Blocks of one file, in order, and the segments that they fill."""
+
+    store: Store
+    file: int
+    entry: FileEntry
+    blocks: Sequence[int]
+    segments: Sequence[Segment] = ()
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a reader found: blocks by file number. `done` are read and, unless in `bad`, right."""
+
+    done: dict[int, list[int]] = field(default_factory=dict)
+    bad: dict[int, list[int]] = field(default_factory=dict)
+
+
+class Reader:
+    """Reads the jobs of one checkpoint. With `keep_going`, bad blocks are collected; else the first ends the work."""
+
+    def __init__(
+        self, index: Index, *, threads: int, reporter: Reporter, keep_going: bool = False,
+        buffer: Callable[[int], memoryview] | None = None,
+    ) -> None:  # fmt: skip
+        self._index = index
+        self._threads = threads
+        self._reporter = reporter
+        self._keep_going = keep_going
+        self._new_buffer = buffer or (lambda nbytes: memoryview(bytearray(nbytes)))
+        self._digest_bytes = DIGEST_BYTES[index.hash]
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self.outcome = Outcome()
+
+    def run(self, jobs: Sequence[Job]) -> Outcome:
+        """Carry out all jobs. Raises Damaged at the first bad block unless `keep_going`."""
+        units = [(job, number) for job in jobs for number in job.blocks]
+        in_parallel(self._block, units, self._threads)
+        return self.outcome
+
+    def _block(self, unit: tuple[Job, int]) -> None:
+        job, number = unit
+        begin = number * self._index.block
+        size = min(self._index.block, job.entry.nbytes - begin)
+        buffers, scattered = self._layout(job, begin, size)
+        with self._lock:
+            self.outcome.done.setdefault(job.file, []).append(number)
+        job.store.read_into(job.entry.path, begin, buffers)
+        if self._hash(buffers) != job.entry.block_digest(number, self._digest_bytes):
+            self._report(job, number)
+            return
+        for to, source, nbytes in scattered:
+            address.move(to, source, nbytes)
+        self._reporter.moved(size)
+
+    def _hash(self, buffers: Sequence[memoryview]) -> bytes:
+        state = new(self._index.hash)
+        for buffer in buffers:
+            state.update(buffer)
+        return state.digest()
+
+    def _layout(self, job: Job, begin: int, size: int) -> tuple[list[memoryview], list[tuple[int, int, int]]]:
+        """The buffers that a block is read into, and the moves (to, from, bytes) that follow when it is right."""
+        scratch, base = self._scratch(size)
+        buffers: list[memoryview] = []
+        moves: list[tuple[int, int, int]] = []
+        at = 0  # up to here buffers cover the block
+        for offset, to, nbytes in _within(job.segments, begin, size):
+            if nbytes < DIRECT:
+                moves.append((to, base + offset, nbytes))
+                continue
+            if offset > at:
+                buffers.append(scratch[at:offset])
+            buffers.append(address.view(to, nbytes))
+            at = offset + nbytes
+        if at < size:
+            buffers.append(scratch[at:size])
+        return buffers, moves
+
+    def _scratch(self, size: int) -> tuple[memoryview, int]:
+        """This thread's buffer, and its address."""
+        found: tuple[memoryview, int] | None = getattr(self._local, "scratch", None)
+        if found is None or len(found[0]) < size:
+            buffer = self._new_buffer(size)
+            found = self._local.scratch = (buffer, address.of(buffer))
+        return found
+
+    def _report(self, job: Job, number: int) -> None:
+        with self._lock:
+            self.outcome.bad.setdefault(job.file, []).append(number)
+        if not self._keep_going:
+            raise damaged(self._index, job.file, [number])
+
+
+def _within(segments: Sequence[Segment], begin: int, size: int) -> Iterator[Segment]:
+    """The parts of sorted segments that lie in a block, with offsets from its start."""
+    end = begin + size
+    first = bisect_right(segments, (begin, -1, -1))
+    if first and segments[first - 1][0] + segments[first - 1][2] > begin:
+        first -= 1
+    for number in range(first, len(segments)):
+        offset, to, nbytes = segments[number]
+        if offset >= end:
+            return
+        low, high = max(offset, begin), min(offset + nbytes, end)
+        yield low - begin, to + low - offset, high - low
+
+
+def damaged(index: Index, file: int, blocks: Sequence[int]) -> Damaged:
+    """The error for bad blocks of a file, with the tensors that lie in them."""
+    entry = index.files[file]
+    tensors = index.tensors_in(file, blocks)
+    where = f"block {blocks[0]}" if len(blocks) == 1 else f"blocks {', '.join(map(str, blocks[:8]))}"
+    what = _some(tensors) if tensors else "the structure" if file == index.meta else "the header only"
+    return Damaged(
+        f"{entry.path} is damaged in {where} (of 4 MiB, from 0): {what}",
+        file=entry.path, blocks=tuple(blocks), tensors=tuple(tensors),
+    )  # fmt: skip
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
