@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardstore.check.find import Attempt, Found, attempts_in, find_index
-from shardstore.errors import Damaged, StoreError, UnsupportedVersion
-from shardstore.index import mark_name
-from shardstore.storage import Entry, Store
+from shardstore.errors import Damaged, KeyMissing, StoreError, UnsupportedVersion
+from shardstore.index import HF_NAME, MAX_BYTES, mark_name, origin_of
+from shardstore.storage import Entry, LocalStore, Store, unwrap
 
 OLD_SECONDS = 24 * 3600.0
 GRACE_SECONDS = 60.0
+_FOLDERS = {"", "state", ".claims"}
+"""In which a save has temporary files. What lies in others belongs to other checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ def plan_leftovers(store: Store, *, old: float = OLD_SECONDS, grace: float = GRA
     attempts, _ = attempts_in(store)
     now = store.now()
     planned = [_judge(attempt, found, now, old, grace) for attempt in attempts.values()]
+    planned += [_derived(store, found, now, grace), _temporary(store, now, old)]
     return sorted((left for left in planned if left), key=lambda left: -(left.age or 0))
 
 
@@ -60,6 +63,33 @@ def _judge(attempt: Attempt, found: Found | None, now: float, old: float, grace:
     ripe = age >= least
     why = f"{what}, {_words(age)} old" + ("" if ripe else f": kept until it is {_words(least)} old")
     return _leftover(attempt, keys, age, removable=ripe, why=why)
+
+
+def _derived(store: Store, found: Found | None, now: float, grace: float) -> Leftover | None:
+    """A derived index of a replaced save, where the one that replaced it died before it wrote its own."""
+    try:
+        entry, blob = store.stat(HF_NAME), store.get(HF_NAME, limit=MAX_BYTES)
+    except KeyMissing:
+        return None
+    if found is None or origin_of(blob.data, found.index.attempt) != "stale":
+        return None
+    age = now - entry.modified
+    return Leftover(
+        f"before {found.index.attempt}", (HF_NAME,), entry.nbytes, age, age >= grace,
+        f"derived from a checkpoint that was replaced, {_words(age)} old",
+    )  # fmt: skip
+
+
+def _temporary(store: Store, now: float, old: float) -> Leftover | None:
+    """What writers had not finished when they died; only local stores have such files."""
+    local = unwrap(store)
+    stale = local.stale_temps(old) if isinstance(local, LocalStore) else ()
+    found = [entry for entry in stale if entry.key.rpartition("/")[0].partition("/")[0] in _FOLDERS]
+    if not found:
+        return None
+    age = now - max(entry.modified for entry in found)
+    keys, nbytes = tuple(entry.key for entry in found), sum(entry.nbytes for entry in found)
+    return Leftover("temporary files", keys, nbytes, age, removable=True, why=f"not finished, {_words(age)} old")
 
 
 def _leftover(attempt: Attempt, files: list[Entry], age: float | None, *, removable: bool, why: str) -> Leftover:

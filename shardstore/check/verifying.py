@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from shardstore import header, strictjson
-from shardstore.check.find import attempts_in, need_index, places
+from shardstore.check.find import attempts_in, find_index, need_index, places
 from shardstore.check.leftovers import Leftover, plan_leftovers
 from shardstore.errors import Damaged, KeyMissing, ShardstoreError, StoreError, Unfinished, exit_code
 from shardstore.events import Listener, Reporter, to_log
 from shardstore.hashing import DIGEST_BYTES, BlockHasher
 from shardstore.header import Stored
-from shardstore.index import HF_NAME, MAX_BYTES, NAME, FileEntry, Index, header_name, weight_map
+from shardstore.index import HF_NAME, MAX_BYTES, NAME, FileEntry, Index, header_name, origin_of, weight_map
 from shardstore.specs import DTYPES
 from shardstore.storage import Store, join, open_store
 from shardstore.transfer import damaged, in_parallel
 
 Kind: TypeAlias = Literal["index", "missing", "size", "damaged", "digest", "header", "meta", "derived", "unreadable"]
+_RESTARTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class Report:
 
 
 def verify(
-    url: str, *, threads: int | None = None, listener: Listener | None = None,
+    url: str | os.PathLike[str], *, threads: int | None = None, listener: Listener | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Report:  # fmt: skip
     """Read and check every byte of the checkpoint at `url`, or of all checkpoints below it.
@@ -96,23 +98,39 @@ def verify(
         store.close()
     reports = []
     for place in found:
-        inner = open_store(join(url, place) if place else url, storage_options=storage_options, listener=listener)
+        where = join(os.fspath(url), place) if place else url
+        inner = open_store(where, storage_options=storage_options, listener=listener)
         try:
             reports.append(verify_store(inner, threads or default_threads(), listener))
         finally:
             inner.close()
-    return Report(str(url), reports)
+    return Report(os.fspath(url), reports)
 
 
 def default_threads() -> int:
     """Threads that move bytes where the caller does not say: one for each core that this process may use, 8 at most."""
-    import os
-
     return min(8, len(os.sched_getaffinity(0)))
 
 
 def verify_store(store: Store, threads: int, listener: Listener) -> CheckpointReport:
-    """Check the checkpoint at the root of a store."""
+    """Check the checkpoint at the root of a store; where it was replaced meanwhile, the one that is there now."""
+    report = _verify_once(store, threads, listener)
+    for _ in range(_RESTARTS):
+        if report.attempt is None or not report.problems or not _replaced(store, report.attempt):
+            break
+        report = _verify_once(store, threads, listener)
+    return report
+
+
+def _replaced(store: Store, attempt: str) -> bool:
+    try:
+        found = find_index(store)
+    except ShardstoreError:
+        return False  # what was found stands
+    return found is not None and found.index.attempt != attempt
+
+
+def _verify_once(store: Store, threads: int, listener: Listener) -> CheckpointReport:
     report = CheckpointReport(store.url)
     try:
         index = need_index(store).index
@@ -227,13 +245,13 @@ def _expected(index: Index, file: int) -> dict[str, Stored]:
 
 
 def _derived(store: Store, index: Index) -> Sequence[Problem]:
-    wanted = weight_map(index)
+    """Only for other tools; nothing of the checkpoint depends on it. One that another save left is a leftover."""
     try:
         found = store.get(HF_NAME, limit=MAX_BYTES).data
     except KeyMissing:
-        return []  # only for other tools; nothing of the checkpoint depends on it
+        return []
     except StoreError as error:
-        return [Problem("derived", HF_NAME, str(error))]
-    if found == wanted:
+        return [Problem("unreadable", HF_NAME, str(error))]
+    if found == weight_map(index) or origin_of(found, index.attempt) in ("stale", "foreign"):
         return []
     return [Problem("derived", HF_NAME, f"{HF_NAME}, which is derived from the index, does not match it")]

@@ -6,7 +6,9 @@ All others (strided, conjugated, on a device) are copied in windows of a few MiB
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +29,7 @@ def stream(tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
 
     The caller keeps the tensors alive and unchanged while it uses the buffers.
     """
-    gathered = _Gathered()
+    gathered, windows = _Gathered(), _Windows()
     for tensor in tensors:
         nbytes = tensor.nbytes
         if nbytes < SMALL:
@@ -41,7 +43,7 @@ def stream(tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
         if direct(tensor):
             yield address.view(tensor.data_ptr(), nbytes)
         else:
-            yield from map(owned, windows(tensor))
+            yield from map(windows.buffer, parts(tensor))
     if gathered.used:
         yield gathered.take()
 
@@ -75,35 +77,59 @@ def direct(tensor: torch.Tensor) -> bool:
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same values as a contiguous tensor on the host; a copy where it was not one."""
-    tensor = tensor.detach()
     if direct(tensor):
-        return tensor
-    if not (tensor.is_conj() or tensor.is_neg()):
-        tensor = tensor.view(BITS[tensor.itemsize])  # some dtypes can't even be copied
-    return _room(tensor).copy_(tensor)
+        return tensor.detach()
+    tensor = _bits(tensor)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
 
 
-def _room(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous host memory for a copy of a tensor."""
-    if tensor.is_cuda:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    if tensor.nbytes < SMALL:
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-    return raw(tensor.nbytes).view(tensor.dtype).view(tensor.shape)  # windows from malloc leave holes that add up
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in a dtype that can be copied: some dtypes can't, but then nothing is conjugated either."""
+    tensor = tensor.detach()
+    return tensor if tensor.is_conj() or tensor.is_neg() else tensor.view(BITS[tensor.itemsize])
 
 
-def windows(tensor: torch.Tensor, most: int = WINDOW) -> Iterator[torch.Tensor]:
-    """Contiguous host copies of a tensor's parts, in row-major order, of at most `most` bytes where shapes allow."""
+def parts(tensor: torch.Tensor, most: int = WINDOW) -> Iterator[torch.Tensor]:
+    """Views of a tensor's parts, in row-major order, of at most `most` bytes."""
     if tensor.nbytes <= most or not tensor.dim():
-        yield plain(tensor)
+        yield tensor
     elif tensor.shape[0] == 1:
-        yield from windows(tensor[0], most)
+        yield from parts(tensor[0], most)
     else:
         row = tensor.nbytes // tensor.shape[0]
         for part in tensor.split(max(1, most // row)):
-            yield from windows(part, most)
+            yield from parts(part, most)
+
+
+class _Windows:
+    """Host memory through which parts of tensors pass; a window is used again once nobody holds a buffer over it.
+
+    New memory for each would cost page faults, and memory from malloc leaves holes that add up.
+    """
+
+    def __init__(self) -> None:
+        self._lent: list[tuple[torch.Tensor, weakref.ref[Any]]] = []
+
+    def buffer(self, part: torch.Tensor) -> memoryview:
+        """The bytes of a part, row-major."""
+        if direct(part):
+            return owned(part)
+        part = _bits(part.detach())
+        window = self._free(pinned=part.is_cuda)
+        room = window[: part.nbytes]
+        room.view(part.dtype).view(part.shape).copy_(part)
+        array = room.numpy()  # what every buffer over it keeps alive
+        self._lent.append((window, weakref.ref(array)))
+        return array.data
+
+    def _free(self, *, pinned: bool) -> torch.Tensor:
+        for at, (window, holder) in enumerate(self._lent):
+            if holder() is None and window.is_pinned() == pinned:
+                del self._lent[at]
+                return window
+        return torch.empty(WINDOW, dtype=torch.uint8, pin_memory=True) if pinned else raw(WINDOW)
 
 
 def owned(tensor: torch.Tensor) -> memoryview:
     """A buffer over a contiguous host tensor that keeps it alive."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

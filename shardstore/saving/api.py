@@ -17,17 +17,18 @@ import torch
 
 from shardstore import header, tree
 from shardstore._version import __version__
-from shardstore.check import Found, default_threads, find_index, plan_leftovers, remove
-from shardstore.errors import CheckpointExists, InvalidArgument, KeyMissing, ShardstoreError, StoreError
+from shardstore.check import Found, default_threads, find_index
+from shardstore.errors import CheckpointExists, InvalidArgument, KeyMissing, ShardstoreError
 from shardstore.events import Listener, Reporter, to_log
 from shardstore.hashing import DEFAULT, known
-from shardstore.index import HF_NAME, NAME, FileEntry, Index, dump, mark_name
+from shardstore.index import NAME, FileEntry, Index, dump, mark_name
 from shardstore.memory import no_gc, stream
 from shardstore.plan import GroupBy, Layout, Shard, ShardOptions, Tensors, plan_shards
 from shardstore.ranks import ALL, ranks_of
-from shardstore.saving.commit import Mark, check_written, commit, mark_content, put_derived, utc_now
+from shardstore.saving.after import supersede, tidy_up
+from shardstore.saving.commit import Mark, check_written, commit, utc_now
 from shardstore.specs import TensorSpec
-from shardstore.storage import Bytes, Store, open_store
+from shardstore.storage import Store, open_store
 from shardstore.transfer import HashedBody, put_all
 
 
@@ -115,10 +116,10 @@ def _save(flat: tree.Flat, store: Store, options: Options, *, overwrite: bool, l
         check_written(store, index)
         data = dump(index)
         if replaced:
-            _supersede(store, replaced)  # before the commit: who dies right after it leaves no files without a mark
+            supersede(store, replaced.index)  # now, so that who dies after the commit leaves no files without a mark
         cleanup.no_return()
         commit(store, index.attempt, data, replaced.version if replaced else None)
-    _after(store, index, data, replaced, reporter)
+    tidy_up(store, index, data, replaced, reporter)
     reporter.finished()
     return Saved(store.url, options.step, sha256(data).hexdigest(), index.nbytes, time.perf_counter() - began)
 
@@ -200,28 +201,6 @@ class _Cleanup:
         lost = isinstance(error, CheckpointExists)  # a definite no: the files can't be needed
         if error is None or not (self._returnable or lost):
             return
-        for key in [*self._keys, self._mark]:
-            with contextlib.suppress(ShardstoreError):
+        with contextlib.suppress(ShardstoreError):  # the mark goes last, so that `prune` finds what could not go
+            for key in [*self._keys, self._mark]:
                 self._store.delete(key)
-
-
-def _supersede(store: Store, replaced: Found) -> None:
-    """Mark what is to be replaced. An index that still names its files protects them from being removed."""
-    attempt, files = replaced.index.attempt, [file.path for file in replaced.index.files]
-    store.put(mark_name(attempt), Bytes(mark_content(attempt, "superseded", files=files)))
-
-
-def _after(store: Store, index: Index, data: bytes, replaced: Found | None, reporter: Reporter) -> None:
-    """What follows the commit. Trouble here is reported and harms nothing."""
-    try:
-        if replaced:
-            _supersede(store, replaced)  # again: from now on its readers have the time of grace
-        if not put_derived(store, index, data):
-            reporter.noticed(f"{HF_NAME} is another tool's and was left as it is: such tools won't see this checkpoint")
-        if replaced:
-            for leftover in plan_leftovers(store):
-                if leftover.removable and leftover.attempt != index.attempt:
-                    remove(store, leftover)
-        store.delete(mark_name(index.attempt))
-    except StoreError as error:
-        reporter.noticed(f"the checkpoint is committed, but tidying up after it failed: {error}")

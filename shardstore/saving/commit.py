@@ -14,8 +14,8 @@ from typing import Any, Self
 from shardstore import strictjson
 from shardstore.check import MARK_SCHEMA, find_index
 from shardstore.errors import CheckpointExists, CommitUnknown, Damaged, KeyMissing, StoreError, StoreUnavailable
-from shardstore.index import HF_NAME, MAX_BYTES, NAME, Index, mark_name, origin_of, weight_map
-from shardstore.storage import Blob, Bytes, Store
+from shardstore.index import NAME, Index, mark_name
+from shardstore.storage import Bytes, Store
 
 REFRESH_SECONDS = 60.0
 OVERDUE_SECONDS = 3600.0
@@ -108,35 +108,3 @@ def _resolved(store: Store, attempt: str, replaces: str | None, error: StoreErro
     raise CheckpointExists(
         f"{store.url} was saved by another process at the same time; nothing of it was changed"
     ) from error
-
-
-def put_derived(store: Store, index: Index, data: bytes) -> bool:
-    """Bring the index that Hugging Face tools read in line with ours, of which `data` are the bytes.
-
-    Nothing is done when ours is not the committed one any more: who replaced it sees to that. Returns False where the
-    index of another tool is in the way, which is left as it is.
-    """
-    wanted = weight_map(index)
-    for _ in range(_TRIES):
-        present = _blob(store, HF_NAME)  # seen before the index is, so that a save which sleeps here replaces nothing
-        if (present.data if present else None) == wanted:
-            return True
-        if present and origin_of(present.data, index.attempt) == "foreign":
-            return wanted is None
-        committed = _blob(store, NAME)
-        if committed is None or committed.data != data:
-            return True
-        if wanted is None:
-            store.delete(HF_NAME)
-            return True
-        with contextlib.suppress(StoreUnavailable, CheckpointExists, KeyMissing):  # in any case, look again
-            store.put(HF_NAME, Bytes(wanted), if_absent=not present, if_match=present.version if present else None)
-            return True
-    raise StoreError(f"{HF_NAME} in {store.url} is replaced as often as it is written", filename=HF_NAME)
-
-
-def _blob(store: Store, key: str) -> Blob | None:
-    try:
-        return store.get(key, limit=MAX_BYTES)
-    except KeyMissing:
-        return None

@@ -14,6 +14,10 @@ as long as one is there. The owner may have died; so a claim that was held for `
 files are removed, and the next number is claimed. That is safe at any age: a temporary file exists before its claim
 does, so whoever breaks the claim finds it, and either removes it, and the owner's rename fails, or comes too late, and
 sees a new state in step 3. The age only keeps the living from disturbing each other.
+
+The last part needs a true view of the files, which FUSE and network mounts may give only after a while. So there, a
+claim that exists is believed to be over only when it is old, and after a wait during which nothing has changed; and a
+file is believed to be gone only when it is missing twice (SeaweedFS shows none for a moment while one is replaced).
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from shardstore.storage.port import Body
 
 FOLDER = ".claims"
 _POLL_SECONDS = 0.05
+_BLINK_SECONDS = 0.5
 _MAX_NAME = 200
 _CLAIM = re.compile(r"(absent|[0-9a-f]{32})\.([0-9]{1,9})")
 _HOLDER = re.compile(r"\.(absent|[0-9a-f]{32})\.([0-9]{1,9})-[0-9a-f]{16}\.tmp")
@@ -49,11 +54,15 @@ def folder_of(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds: `age` after which a held claim is broken, `wait` for what becomes of another one's claim."""
+    """Seconds: `age` after which a held claim is broken, `wait` for what becomes of another one's claim.
+
+    `coherent`: what is seen of the files is their present state.
+    """
 
     age: float = 10.0
     wait: float = 2.0
     sleep: Callable[[float], None] = time.sleep
+    coherent: bool = True
 
 
 class _Hashed:
@@ -111,6 +120,9 @@ class Exchange:
     def _require(self) -> None:
         """Raise unless the present state, seen freshly, is the expected one."""
         found = self._state(content=self.expected is not None)
+        if found is None and self.expected is not None and not self.patience.coherent:
+            self.patience.sleep(_BLINK_SECONDS)
+            found = self._state(content=True)
         if found == self.expected:
             return
         if self.expected is None:
@@ -142,6 +154,8 @@ class Exchange:
             return posix.kind_of(mode)
         fd = posix.open_plain(name, folder, self._shown)
         try:
+            if not self.patience.coherent:
+                posix.forget_pages(fd)
             return posix.digest_of(fd, self._shown)[:VERSION_DIGITS]
         finally:
             posix.close_quietly(fd)
@@ -169,17 +183,18 @@ class Exchange:
         for turn in range(max(1, round(self.patience.wait / _POLL_SECONDS))):
             if turn:
                 self.patience.sleep(_POLL_SECONDS)
-            if self._try():
+            if self._try(patient=not self.patience.coherent):
                 return
             self._require()
         self._break()
-        if not self._try():
+        if not self._try(patient=False):
             raise self._unavailable("somebody else was faster in breaking an old claim on it")
 
-    def _try(self) -> bool:
-        """Claim the next number if the last one is over; returns whether it was won."""
+    def _try(self, *, patient: bool) -> bool:
+        """Claim the next number if the last one is over (`patient`: if there is none); returns whether it was won."""
         last, holders = self._last()
-        if holders or last < self._known:  # held, or what we were shown is older than what we know
+        over = not holders and last >= self._known  # else we were shown something older than what we know
+        if not over or (patient and last >= 0):
             return False
         self._rename(f".{self._token}.{last + 1}-{self._random}.tmp")
         self._known = last + 1
@@ -224,8 +239,10 @@ class Exchange:
             raise self._unavailable(f"{claim!r} was removed meanwhile") from error
         except OSError as error:
             raise from_os_error(error, "looking at", claim) from error
-        if holders and age < self.patience.age:
-            raise self._unavailable(f"{claim!r} is held by somebody else; try again in {self.patience.age - age:.0f} s")
+        if (holders or not self.patience.coherent) and age < self.patience.age:
+            raise self._unavailable(
+                f"{claim!r} was taken by somebody else; try again in {self.patience.age - age:.0f} s"
+            )
         for name in holders:
             with suppress(FileNotFoundError), posix.failing("breaking", claim):
                 os.unlink(name, dir_fd=self._claims)

@@ -45,16 +45,18 @@ class LocalStore:
         self.url = path
         self._folders = Folders(path, path)
         self._handles = Handles(self._open)
-        self._patience = claims.Patience(claim_age, claim_wait, sleep)
+        self._claim_age = claim_age
+        self._claim_wait = claim_wait
+        self._sleep = sleep
 
     @property
     def capabilities(self) -> Capabilities:
         """Depends on the file system on which the root lies."""
-        return self._capabilities
+        return mounts.capabilities(self._kind)
 
     @cached_property
-    def _capabilities(self) -> Capabilities:
-        return mounts.capabilities(mounts.file_system(self._folders.root))
+    def _kind(self) -> str:
+        return mounts.file_system(self._folders.root)
 
     # -- writing
 
@@ -65,11 +67,14 @@ class LocalStore:
             raise InvalidArgument("if_absent and if_match can't both hold")
         try:
             if if_absent or if_match is not None:
-                claims.Exchange(self._folders, key, if_match, self._patience, self.now).run(body)
+                claims.Exchange(self._folders, key, if_match, self._patience(), self.now).run(body)
             else:
                 self._replace(key, body)
         finally:
             self._handles.drop(key)
+
+    def _patience(self) -> claims.Patience:
+        return claims.Patience(self._claim_age, self._claim_wait, self._sleep, mounts.coherent(self._kind))
 
     def _replace(self, key: str, body: Body) -> None:
         *parts, name = key.split("/")
@@ -111,6 +116,8 @@ class LocalStore:
         """Read a whole small file; its version is the first half of its sha256."""
         fd = self._open(check_key(key))
         try:
+            if not mounts.coherent(self._kind):
+                posix.forget_pages(fd)
             data = posix.read_small(fd, limit, self._shown(key))
         finally:
             posix.close_quietly(fd)

@@ -43,12 +43,16 @@ class Capabilities:
 
     `exclusive`: of many writers with `if_absent` (or the same `if_match`) at most one wins.
     `durable`: what `put` has written survives a power loss. `mappable`: `map` works and is safe.
+    `read_bytes`: bytes that one read should fetch at least. `connections`: calls at once that serve it best; None: one
+    for each core.
     """
 
     exclusive: bool
     durable: bool
     mappable: bool
     why: str = ""
+    read_bytes: int = 4 * 1024 * 1024
+    connections: int | None = None
 
 
 class Entry(NamedTuple):

@@ -209,6 +209,12 @@ def close_quietly(fd: int) -> None:
         os.close(fd)
 
 
+def forget_pages(fd: int) -> None:
+    """Have the content of a file read anew from where it lies, not from this machine's memory."""
+    with suppress(OSError):  # advice: not every system takes it
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def read_small(fd: int, limit: int, shown: str) -> bytes:
     """All bytes of an open file. Over `limit`: StoreError, without reading it."""
     with failing("reading", shown):

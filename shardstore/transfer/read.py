@@ -10,6 +10,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from shardstore import address
 from shardstore.errors import Damaged
@@ -19,6 +20,9 @@ from shardstore.index import FileEntry, Index
 from shardstore.plan import Segment
 from shardstore.storage.port import Store
 from shardstore.transfer.write import in_parallel
+
+Move: TypeAlias = tuple[int, int, int]
+"""To which address, from which, how many bytes."""
 
 DIRECT = 64 * 1024
 """Segments of at least so many bytes in a block are read without a detour."""
@@ -62,24 +66,47 @@ class Reader:
 
     def run(self, jobs: Sequence[Job]) -> Outcome:
         """Carry out all jobs. Raises Damaged at the first bad block unless `keep_going`."""
-        units = [(job, number) for job in jobs for number in job.blocks]
-        in_parallel(self._block, units, self._threads)
+        units = [(job, run) for job in jobs for run in self._runs(job)]
+        in_parallel(self._read, units, self._threads)
         return self.outcome
 
-    def _block(self, unit: tuple[Job, int]) -> None:
-        job, number = unit
-        begin = number * self._index.block
-        size = min(self._index.block, job.entry.nbytes - begin)
-        buffers, scattered = self._layout(job, begin, size)
+    def _runs(self, job: Job) -> Iterator[range]:
+        """The blocks of a job in neighbours that one call of the store fetches together."""
+        most = max(1, job.store.capabilities.read_bytes // self._index.block)
+        first = last = -1
+        for number in job.blocks:
+            if number != last + 1 or number - first == most:
+                if first >= 0:
+                    yield range(first, last + 1)
+                first = number
+            last = number
+        if first >= 0:
+            yield range(first, last + 1)
+
+    def _read(self, unit: tuple[Job, range]) -> None:
+        """Read neighbouring blocks by one call; then check each, and move what is small to its place."""
+        job, run = unit
+        begin = run.start * self._index.block
+        size = min(len(run) * self._index.block, job.entry.nbytes - begin)
+        scratch, base = self._scratch(size)
+        layouts = []
+        for number in run:
+            at = (number - run.start) * self._index.block
+            length = min(self._index.block, size - at)
+            layouts.append(self._layout(job, begin + at, scratch[at : at + length], base + at))
         with self._lock:
-            self.outcome.done.setdefault(job.file, []).append(number)
-        job.store.read_into(job.entry.path, begin, buffers)
+            self.outcome.done.setdefault(job.file, []).extend(run)
+        job.store.read_into(job.entry.path, begin, [buffer for buffers, _ in layouts for buffer in buffers])
+        for number, (buffers, moves) in zip(run, layouts, strict=True):
+            self._check(job, number, buffers, moves)
+        self._reporter.moved(size)
+
+    def _check(self, job: Job, number: int, buffers: Sequence[memoryview], moves: Sequence[Move]) -> None:
         if self._hash(buffers) != job.entry.block_digest(number, self._digest_bytes):
             self._report(job, number)
             return
-        for to, source, nbytes in scattered:
+        for to, source, nbytes in moves:
             address.move(to, source, nbytes)
-        self._reporter.moved(size)
 
     def _hash(self, buffers: Sequence[memoryview]) -> bytes:
         state = new(self._index.hash)
@@ -87,11 +114,14 @@ class Reader:
             state.update(buffer)
         return state.digest()
 
-    def _layout(self, job: Job, begin: int, size: int) -> tuple[list[memoryview], list[tuple[int, int, int]]]:
-        """The buffers that a block is read into, and the moves (to, from, bytes) that follow when it is right."""
-        scratch, base = self._scratch(size)
+    def _layout(self, job: Job, begin: int, scratch: memoryview, base: int) -> tuple[list[memoryview], list[Move]]:
+        """The buffers that a block is read into, and the moves that follow when it is right.
+
+        `scratch`, at address `base`, has the block's size and takes what is not read straight into its place.
+        """
+        size = len(scratch)
         buffers: list[memoryview] = []
-        moves: list[tuple[int, int, int]] = []
+        moves: list[Move] = []
         at = 0  # up to here buffers cover the block
         for offset, to, nbytes in _within(job.segments, begin, size):
             if nbytes < DIRECT:

@@ -158,8 +158,10 @@ class _Walk:
 
     def sequence(self, value: list[Any] | tuple[Any, ...], _label: str, prefix: str) -> Node:
         items: list[Any]
-        if set(map(type, value)) <= _AS_THEY_ARE:
-            items = list(value)
+        kinds = set(map(type, value))
+        if kinds <= _NUMBERS:  # nothing to go wrong: in a hurry, since these may be millions
+            small = kinds == {int} and -scalars.EXACT <= min(value) and max(value) <= scalars.EXACT
+            items = list(value) if small or kinds <= _AS_THEY_ARE else [scalars.ENCODERS[type(x)](x) for x in value]
         else:
             items = []
             for place, item in enumerate(value):
@@ -238,6 +240,7 @@ def _object(kind: str, value: Any, node: Node) -> Node:
 
 _needs_grad = operator.attrgetter("requires_grad")
 _AS_THEY_ARE = frozenset({str, bool, type(None)})
+_NUMBERS = _AS_THEY_ARE | {int, float}
 
 _HANDLERS: dict[type, Callable[[_Walk, Any, str, str], Node]] = {
     dict: _Walk.mapping,

@@ -15,10 +15,11 @@ from shardstore.tree.into_objects import into_module, into_stateful
 from shardstore.tree.into_optimizers import into_optimizer
 from shardstore.tree.objects import kind_of
 from shardstore.tree.restore import Restorer
-from shardstore.tree.skeleton import ABSENT, Node, entries, items, tag, unwrap
+from shardstore.tree.skeleton import ABSENT, ATOMS, Node, entries, items, tag, unwrap
 from shardstore.tree.state import MAX_DEPTH, text_of
 from shardstore.tree.tensors import PLAIN
 
+_ATOMS = frozenset(ATOMS)
 _INTO: dict[str, Callable[[Fit, Node, Any, str, str], None]] = {
     "module": into_module,
     "optimizer": into_optimizer,
@@ -58,7 +59,8 @@ class Walk:
         known = self._holds.get(id(target))
         if known is None:
             inner = target.values() if isinstance(target, dict) else target
-            known = self._holds[id(target)] = any(self.holds(item, depth + 1) for item in inner)
+            plain = set(map(type, inner)) <= _ATOMS
+            known = self._holds[id(target)] = not plain and any(self.holds(item, depth + 1) for item in inner)
         return known
 
     def _tensor(self, node: Node, target: torch.Tensor, label: str) -> Step | None:
@@ -138,18 +140,32 @@ class Walk:
     def _slot(self, node: Node, target: Any, label: str, prefix: str) -> Step | None:
         fit = self._fit
         node = fit.take(node, label)
-        if node is ABSENT:
-            return self._moved_into(target, label, prefix)
-        fit.need(node)
+        room = isinstance(target, dict) and (node is ABSENT or entries(unwrap(node), fit.table.paths) is not None)
+        below = [path for path in fit.moved if room and path.startswith(prefix)]
+        added = {path[len(prefix) :]: fit.moved.pop(path) for path in below}
+        if node is ABSENT and not added:
+            fit.miss(label)
+            return None
+        node = {} if node is ABSENT else node
+        fit.need([node, *added.values()])
         merge = fit.chooser is not None
-        return lambda made: _replace(target, made.node(node), merge=merge)
 
-    def _moved_into(self, target: Any, label: str, prefix: str) -> Step | None:
-        """A slot that the checkpoint has nothing for: perhaps renamed leaves belong to its entries."""
-        if isinstance(target, dict) and target and any(path.startswith(prefix) for path in self._fit.moved):
-            return self._mapping(ABSENT, target, label, prefix)
-        self._fit.miss(label)
-        return None
+        def step(made: Restorer) -> Any:
+            value = made.node(node)
+            for name, part in added.items():
+                _add(value, name, made.node(part))
+            return _replace(target, value, merge=merge)
+
+        return step
+
+
+def _add(value: dict[Any, Any], name: str, part: Any) -> None:
+    """Put what was renamed to a place in a slot there: as an entry of the innermost dict that its name leads to."""
+    for key, inner in value.items():
+        if isinstance(inner, dict) and type(key) is str and name.startswith(f"{key}."):
+            _add(inner, name[len(key) + 1 :], part)
+            return
+    value[name] = part
 
 
 def _assign(target: Any, steps: list[tuple[Any, Step]]) -> Step:
@@ -180,7 +196,8 @@ def _replace(target: Any, value: Any, *, merge: bool) -> Any:
             value = {key: _replace(target.get(key), item, merge=True) for key, item in value.items()}
         else:
             target.clear()
-        dict.update(target, value)
+        for key, item in value.items():  # update() would add up in a Counter
+            target[key] = item
         return target
     if isinstance(target, list):
         target[:] = value

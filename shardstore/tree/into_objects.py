@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardstore.errors import Mismatch, UnsupportedState
+from shardstore.errors import Mismatch
 from shardstore.tree.destinations import spec_of
 from shardstore.tree.fit import Fit
-from shardstore.tree.modules import EXTRA, Canonical, canonical_names, own_tensors, unusual
+from shardstore.tree.modules import EXTRA, Canonical, canonical_names, live_state, own_tensors, unusual
 from shardstore.tree.restore import Restorer
 from shardstore.tree.skeleton import ABSENT, Node, entries, items, numbers, object_kind, tag, unwrap
 from shardstore.tree.state import text_of
@@ -26,10 +26,10 @@ def into_module(fit: Fit, node: Node, module: nn.Module, label: str, prefix: str
         fit.wrong_kind(node, label, f"a Module ({class_name(module)})")
         return
     try:
-        raw = module.state_dict(keep_vars=True)
+        raw = live_state(module)
         names = canonical_names(module, raw, label)
-    except UnsupportedState as error:
-        fit.different.append(error.message)
+    except Exception as error:  # noqa: BLE001 - whatever a method of the user's raises
+        fit.differ(label, f"{class_name(module)}.state_dict() failed: {error}")
         return
     if object_kind(node) is None and raw.keys() == saved.keys():
         names = {name: name for name in raw}  # a plain state_dict, of a wrapper like this one

@@ -76,6 +76,7 @@ def canonical_names(module: nn.Module, names: Iterable[str], path: str) -> dict[
 
 def module_state(module: nn.Module, path: str) -> OrderedDict[str, Any]:
     """The state_dict of a Module under canonical names, with torch's `_metadata` (the versions of its parts)."""
+    raw: Any
     try:
         raw = module.state_dict()
     except Exception as error:
@@ -87,7 +88,8 @@ def module_state(module: nn.Module, path: str) -> OrderedDict[str, Any]:
     versions = getattr(raw, "_metadata", None)
     if versions is not None:
         short = Canonical(module)
-        state._metadata = OrderedDict((short.module(name), value) for name, value in versions.items())  # type: ignore[attr-defined]  # noqa: SLF001
+        known = OrderedDict((short.module(name), value) for name, value in versions.items())
+        state._metadata = known  # type: ignore[attr-defined]  # noqa: SLF001
     return state
 
 
@@ -113,3 +115,13 @@ def named_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     short = Canonical(module)
     pairs = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     return [(short(name), tensor) for name, tensor in pairs]
+
+
+def live_state(module: nn.Module) -> dict[str, Any]:
+    """The state_dict of a Module with its very own tensors, where it can give those."""
+    state: dict[str, Any]
+    try:
+        state = module.state_dict(keep_vars=True)
+    except TypeError:  # a state_dict() of its own that takes no arguments
+        state = module.state_dict()
+    return state

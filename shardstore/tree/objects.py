@@ -36,7 +36,10 @@ def kind_of(value: Any) -> Kind | None:
         return "optimizer"
     if isinstance(value, type | torch.Tensor) or type(value) is dict:
         return None
-    both = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    try:
+        both = [getattr(value, name, None) for name in ("state_dict", "load_state_dict")]
+    except Exception:  # noqa: BLE001 - attributes of the user's own making
+        return None
     return "stateful" if all(map(callable, both)) else None
 
 

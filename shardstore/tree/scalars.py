@@ -142,11 +142,8 @@ def encode_numpy(value: np.generic) -> Node:
     """As little-endian bytes with their dtype; Unsupported for structured, object and long double ones."""
     dtype = value.dtype.newbyteorder("<")
     text = numpy_text(dtype, array=False)
-    return {
-        "$": "numpy",
-        "dtype": text,
-        "data": base64.b64encode(np.asarray(value).astype(dtype).tobytes()).decode("ascii"),
-    }
+    data = np.asarray(value).astype(dtype).tobytes() if dtype.itemsize else b""  # numpy makes "" one character long
+    return {"$": "numpy", "dtype": text, "data": base64.b64encode(data).decode("ascii")}
 
 
 def _decode_numpy(node: Node) -> Any:

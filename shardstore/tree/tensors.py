@@ -74,7 +74,10 @@ class Leaves:
 
     def add(self, path: str, tensor: torch.Tensor) -> int:
         """Number one strided tensor; returns the number. Raises UnsupportedState."""
-        why = why_not(tensor)
+        try:
+            why = why_not(tensor)
+        except RuntimeError as error:  # wrapped by a transform, or something else that has no memory
+            why = f"this tensor can't be stored: {error}"
         if why:
             raise refuse(path, why)
         if tensor.requires_grad:
@@ -140,11 +143,9 @@ class Leaves:
             raise refuse(path.encode("utf-8", "backslashreplace").decode(), "this name is no valid Unicode; rename it")
         if path not in self._paths:
             return path
-        for k in count(self._suffix.get(path, 2)):
-            if (name := f"{path}~{k}") not in self._paths:
-                self._suffix[path] = k + 1
-                return name
-        raise AssertionError  # count never ends
+        free = next(k for k in count(self._suffix.get(path, 2)) if f"{path}~{k}" not in self._paths)
+        self._suffix[path] = free + 1
+        return f"{path}~{free}"
 
 
 def _encodable(texts: Sequence[str]) -> bool:

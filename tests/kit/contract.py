@@ -56,7 +56,7 @@ GOOD_KEYS = [
 
 _RACER = """
 import sys
-from shardstore.errors import CheckpointExists
+from shardstore.errors import CheckpointExists, StoreUnavailable
 from shardstore.storage import Bytes, open_store
 url, key, mark, match = sys.argv[1:]
 store = open_store(url)
@@ -68,6 +68,8 @@ try:
     print("won")
 except CheckpointExists:
     print("lost")
+except StoreUnavailable as error:
+    print(error)
 """
 
 MakeStore = Callable[[], Store]
@@ -477,7 +479,7 @@ class SharedStoreContract(StoreContract):
         """Two and more processes that commit one key: one wins, the others are told; the content is wholly from one."""
         match = ""
         for turn in range(3):
-            outcomes = race(store.url, ["d/k"] * 3, [f"{turn}{n}" for n in range(3)], match)
+            outcomes = race([store.url] * 3, ["d/k"] * 3, [f"{turn}{n}" for n in range(3)], match)
             assert sorted(outcomes.values()) == ["lost", "lost", "won"]
             blob = store.get("d/k", limit=MIB)
             winner = next(mark for mark, outcome in outcomes.items() if outcome == "won")
@@ -485,20 +487,23 @@ class SharedStoreContract(StoreContract):
             match = blob.version
 
     def test_L08_racing_processes_on_one_new_root(self, store: Store):
-        """Processes that all find no root, and make it, do not trip over each other."""
-        names = [f"rank/{n}" for n in range(4)]
-        assert set(race(store.url, names, names).values()) == {"won"}
+        """Processes that all find no root and no folder, and make them, do not trip over each other."""
+        names = [f"d/{n}" for n in range(4)]
+        assert set(race([store.url] * 4, names, names).values()) == {"won"}
         assert keys(store) == names
 
 
-def race(url: str, names: list[str], marks: list[str], match: str = "") -> dict[str, str]:
-    """What happens to processes that put `marks` under `names` at the same moment, by mark: "won" or "lost"."""
-    command = [sys.executable, "-c", _RACER, url]
+def race(urls: list[str], names: list[str], marks: list[str], match: str = "") -> dict[str, str]:
+    """What happens to processes that put `marks` at the same moment, by mark: "won", "lost", or why it is not clear."""
     racers = {
         mark: subprocess.Popen(
-            [*command, name, mark, match], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+            [sys.executable, "-c", _RACER, url, name, mark, match],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
         )
-        for name, mark in zip(names, marks, strict=True)
+        for url, name, mark in zip(urls, names, marks, strict=True)
     }
     for racer in racers.values():
         assert racer.stdout is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -48,17 +48,21 @@ def assert_same(one: Any, two: Any, where: str = "state") -> None:
 
 def shown(value: Any) -> str:
     """A text that is equal for equal plain values only: it tells 1 from True and 1.0, and -0.0 and NaNs apart."""
-    if isinstance(value, float):
-        return f"float {struct.pack('>d', value).hex()}"
-    if isinstance(value, complex):
-        return f"complex {shown(value.real)} {shown(value.imag)}"
-    if isinstance(value, tuple):
-        return f"tuple ({', '.join(map(shown, value))})"
-    if isinstance(value, frozenset):
-        return f"frozenset ({', '.join(sorted(map(shown, value)))})"
-    if isinstance(value, np.generic):
-        return f"{value.dtype!r} {value.tobytes().hex()}"
+    for kind, show in _SHOWN:
+        if isinstance(value, kind) and type(value) is not bool:
+            return show(value)
     return f"{type(value).__name__} {value!r}"
+
+
+_SHOWN: tuple[tuple[type, Callable[[Any], str]], ...] = (
+    (np.generic, lambda value: f"{value.dtype!r} {value.tobytes().hex()}"),
+    (int, lambda value: f"int {value:x}"),  # decimal digits are limited to some thousands
+    (float, lambda value: f"float {struct.pack('>d', value).hex()}"),
+    (complex, lambda value: f"complex {shown(value.real)} {shown(value.imag)}"),
+    (torch.Size, repr),
+    (tuple, lambda value: f"tuple ({', '.join(map(shown, value))})"),
+    (frozenset, lambda value: f"frozenset ({', '.join(sorted(map(shown, value)))})"),
+)
 
 
 def _same_tensors(one: torch.Tensor, two: torch.Tensor, where: str) -> None:

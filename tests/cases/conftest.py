@@ -1,0 +1,16 @@
+"""What the fault cases share: the command line in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from click.testing import CliRunner, Result
+
+from shardstore.cli import main
+
+
+@pytest.fixture
+def cli() -> Callable[..., Result]:
+    """Call the command line; the result has `exit_code` and `output`."""
+    return lambda *words: CliRunner().invoke(main, [str(word) for word in words], prog_name="shardstore")
