@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from shardstore.errors import StoreError
 from shardstore.events import Reporter
@@ -17,7 +17,6 @@ SLICE = 1024 * 1024
 """Bytes hashed and then written while they are still in the processor's cache."""
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 
 class HashedBody:
@@ -69,7 +68,7 @@ def put_all(store: Store, bodies: Sequence[tuple[str, HashedBody]], threads: int
     in_parallel(put, sorted(bodies, key=lambda item: -item[1].nbytes), threads)
 
 
-def in_parallel(work: Callable[[T], R], items: Sequence[T], threads: int) -> None:
+def in_parallel(work: Callable[[T], object], items: Sequence[T], threads: int) -> None:
     """Do `work` for every item, on this thread alone or on `threads` of them; returns when all have ended.
 
     After the first error no further item is begun; that error is raised.
@@ -78,29 +77,46 @@ def in_parallel(work: Callable[[T], R], items: Sequence[T], threads: int) -> Non
         for item in items:
             work(item)
         return
-    failed = threading.Event()
-    source = iter(items)
-    lock = threading.Lock()
+    crew = _Crew(work, items)
+    # Plain threads: a pool takes no work any more once the main thread has ended, but a save may still run then.
+    workers = [threading.Thread(target=crew.drain, name="shardstore") for _ in range(min(threads, len(items)))]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    except BaseException:  # an interrupt: let the workers end before memory is given back
+        crew.stop()
+        for worker in workers:
+            if worker.ident is not None:
+                worker.join()
+        raise
+    if crew.errors:
+        raise crew.errors[0]
 
-    def drain() -> None:
-        while not failed.is_set():
-            with lock:
-                item = next(source, failed)
-            if item is failed:
+
+class _Crew(Generic[T]):
+    """Threads that share one list of items."""
+
+    def __init__(self, work: Callable[[T], object], items: Sequence[T]) -> None:
+        self.errors: list[BaseException] = []
+        self._work = work
+        self._waiting = collections.deque(items)
+
+    def stop(self) -> None:
+        """Let nothing more begin."""
+        self._waiting.clear()
+
+    def drain(self) -> None:
+        """Work until nothing is left, or something went wrong."""
+        while True:
+            try:
+                item = self._waiting.popleft()
+            except IndexError:
                 return
             try:
-                work(item)  # type: ignore[arg-type]
-            except BaseException:
-                failed.set()
-                raise
-
-    with ThreadPoolExecutor(min(threads, len(items)), "shardstore") as pool:
-        futures = [pool.submit(drain) for _ in range(min(threads, len(items)))]
-        try:
-            errors = [future.exception() for future in futures]
-        except BaseException:  # an interrupt: let the workers end before memory is given back
-            failed.set()
-            raise
-    for error in errors:
-        if error is not None:
-            raise error
+                self._work(item)
+            except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
+                self.errors.append(error)
+                self.stop()
+                return

@@ -157,21 +157,16 @@ class _Walk:
         )
 
     def sequence(self, value: list[Any] | tuple[Any, ...], _label: str, prefix: str) -> Node:
-        items: list[Any]
-        kinds = set(map(type, value))
-        if kinds <= _NUMBERS:  # nothing to go wrong: in a hurry, since these may be millions
-            small = kinds == {int} and -scalars.EXACT <= min(value) and max(value) <= scalars.EXACT
-            items = list(value) if small or kinds <= _AS_THEY_ARE else [scalars.ENCODERS[type(x)](x) for x in value]
-        else:
-            items = []
-            for place, item in enumerate(value):
-                path = f"{prefix}{place}"
-                if self._lenient and no_state(item):
-                    self.left.append(path)
-                    items.append(None)
-                else:
-                    items.append(self.node(item, path, f"{path}."))
+        items = _numbers(value)
+        if items is None:
+            items = [self._item(item, f"{prefix}{place}") for place, item in enumerate(value)]
         return items if type(value) is list else {"$": "tuple", "items": items}
+
+    def _item(self, item: Any, path: str) -> Node:
+        if self._lenient and no_state(item):
+            self.left.append(path)
+            return None
+        return self.node(item, path, f"{path}.")
 
     def members(self, value: set[Any] | frozenset[Any], label: str, _prefix: str) -> Node:
         items = [self._key(item, label) for item in value]
@@ -236,6 +231,20 @@ class _Walk:
 
 def _object(kind: str, value: Any, node: Node) -> Node:
     return {"$": "object", "kind": kind, "class": class_name(value), "value": node}
+
+
+def _numbers(value: list[Any] | tuple[Any, ...]) -> list[Node] | None:
+    """The nodes of nothing but plain numbers and strings, in a hurry, since these may be millions; None where not."""
+    kinds = set(map(type, value))
+    if not kinds <= _NUMBERS:
+        return None
+    small = kinds == {int} and -scalars.EXACT <= min(value) and max(value) <= scalars.EXACT
+    if small or kinds <= _AS_THEY_ARE:
+        return list(value)
+    try:
+        return [scalars.ENCODERS[type(item)](item) for item in value]
+    except scalars.Unsupported:
+        return None  # to be refused with its place
 
 
 _needs_grad = operator.attrgetter("requires_grad")

@@ -55,9 +55,16 @@ FLAT_SECTION = "model/"
 """The path of the section that a flat state is."""
 
 
+_DECIMAL_BITS = 14_000
+
+
 def text_of(key: Any) -> str:
     """How a dict key stands in a path."""
-    return key if type(key) is str else repr(key) if type(key) is bytes else str(key)
+    if type(key) is str:
+        return key
+    if type(key) is int and key.bit_length() > _DECIMAL_BITS:
+        return hex(key)  # Python writes no integer of more than 4,300 digits in decimal
+    return repr(key) if type(key) is bytes else str(key)
 
 
 def section_label(key: Any) -> str:
