@@ -14,6 +14,7 @@ ShardstoreError                      exit code
 ├── StoreError (OSError)                 1      the store failed; `errno` and `filename` as in OSError
 │   ├── StoreUnavailable                 1      a hiccup: trying again may help
 │   └── KeyMissing (FileNotFoundError)   5      no file or object of that name
+├── Fenced                               1      another process has taken the run over, or holds it
 └── CommitUnknown                        1      can't tell whether the checkpoint was committed
 ```
 
@@ -136,6 +137,18 @@ class KeyMissing(StoreError, FileNotFoundError):
     exit_code = 5
 
 
+class Fenced(ShardstoreError):
+    """Another process holds the run: a newer owner has taken it over, so that this one may commit nothing more to it.
+
+    `epoch`: ours, None where this process is no owner. `by`: that of the other owner, with its `host` and `pid`.
+    """
+
+    epoch: int | None = None
+    by: int = 0
+    host: str = ""
+    pid: int = 0
+
+
 class CommitUnknown(ShardstoreError):
     """The answer to the commit was lost and can't be found out. No file was removed.
 
@@ -170,6 +183,15 @@ def from_os_error(error: OSError, doing: str, path: str) -> StoreError:
     elif error.errno in _PASSING:
         cls = StoreUnavailable
     return cls(f"{doing} {path!r} failed: {why}", errno=error.errno, filename=path)
+
+
+def brief(value: object) -> str:
+    """A short text of any value, for messages; `repr` fails for integers of thousands of digits."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - whatever a class of the user's raises
+        text = f"a {type(value).__name__} that can't be shown"
+    return text if len(text) <= 80 else f"{text[:77]}..."  # noqa: PLR2004
 
 
 def exit_code(error: BaseException) -> int:

@@ -6,10 +6,12 @@ not ours to touch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from shardstore.check.find import Attempt, Found, attempts_in, find_index
-from shardstore.errors import Damaged, KeyMissing, StoreError, UnsupportedVersion
+from shardstore.check.find import Attempt, Found, attempts_in
+from shardstore.check.striped import find_roots, stripe_of
+from shardstore.errors import Damaged, InvalidArgument, StoreError, UnsupportedVersion
 from shardstore.index import HF_NAME, MAX_BYTES, mark_name, origin_of
 from shardstore.storage import Entry, LocalStore, Store, unwrap
 
@@ -29,26 +31,47 @@ class Leftover:
     age: float | None
     removable: bool
     why: str
+    root: int = 0
 
 
-def plan_leftovers(store: Store, *, old: float = OLD_SECONDS, grace: float = GRACE_SECONDS) -> list[Leftover]:
-    """Leftovers at the root of a store, oldest first.
+def plan_leftovers(*stores: Store, old: float = OLD_SECONDS, grace: float = GRACE_SECONDS) -> list[Leftover]:
+    """Leftovers at the root of a store, or at all roots of a striped checkpoint; oldest first.
 
     `old`, `grace`: how many seconds the mark of a dead save, of an overwritten one, must be old before they may go.
+    `Leftover.root` is the place of its store among `stores`. Raises InvalidArgument for a part of a striped save: all
+    its roots are looked at together, or none.
     """
     try:
-        found = find_index(store)
+        ordered, found = find_roots(stores)
     except (Damaged, UnsupportedVersion):
         return []  # what an index that can't be read needs is not known
-    attempts, _ = attempts_in(store)
-    now = store.now()
-    planned = [_judge(attempt, found, now, old, grace) for attempt in attempts.values()]
-    planned += [_derived(store, found, now, grace), _temporary(store, now, old)]
+    planned: list[Leftover | None] = []
+    parts = [attempts_in(store)[0] for store in stores]
+    _refuse_parts(stores, parts)
+    for root, store in enumerate(stores):
+        now, number = store.now(), ordered.index(store)
+        for attempt in parts[root].values():
+            left = _judge(attempt, found, number, now, old, grace)
+            planned.append(left and replace(left, root=root))
+        planned += [_derived(store, found, now, grace) if number == 0 else None, _temporary(store, root, now, old)]
     return sorted((left for left in planned if left), key=lambda left: -(left.age or 0))
 
 
-def _judge(attempt: Attempt, found: Found | None, now: float, old: float, grace: float) -> Leftover | None:
-    named = {file.path for file in found.index.files} if found else set()
+def _refuse_parts(stores: Sequence[Store], parts: Sequence[dict[str, Attempt]]) -> None:
+    """Refuse to look at some roots of a striped save without the others."""
+    for store, part in zip(stores, parts, strict=True):
+        for attempt in part.values():
+            _, count = stripe_of(attempt.mark)
+            if count not in {1, len(stores)}:
+                raise InvalidArgument(
+                    f"{store.url} holds a part of a save over {count} roots ({attempt.id}): name all of them together"
+                )
+
+
+def _judge(attempt: Attempt, found: Found | None, root: int, now: float, old: float, grace: float) -> Leftover | None:
+    named = {file.path for file in found.index.files if file.root == root} if found else set()
+    if found and found.index.attempt == attempt.id and attempt.mark.get("state") == "striped":
+        return None  # this mark belongs to the checkpoint
     keys = [entry for entry in attempt.files if entry.key not in named]
     if found and found.index.attempt == attempt.id and not attempt.marked and not keys:
         return None
@@ -67,11 +90,14 @@ def _judge(attempt: Attempt, found: Found | None, now: float, old: float, grace:
 
 def _derived(store: Store, found: Found | None, now: float, grace: float) -> Leftover | None:
     """A derived index of a replaced save, where the one that replaced it died before it wrote its own."""
-    try:
-        entry, blob = store.stat(HF_NAME), store.get(HF_NAME, limit=MAX_BYTES)
-    except KeyMissing:
+    entry = next((entry for entry in store.list(HF_NAME) if entry.key == HF_NAME), None)
+    if entry is None or found is None:
         return None
-    if found is None or origin_of(blob.data, found.index.attempt) != "stale":
+    try:
+        data = store.get(HF_NAME, limit=MAX_BYTES).data
+    except StoreError:
+        return None  # not known whose it is
+    if origin_of(data, found.index.attempt) != "stale":
         return None
     age = now - entry.modified
     return Leftover(
@@ -80,7 +106,7 @@ def _derived(store: Store, found: Found | None, now: float, grace: float) -> Lef
     )  # fmt: skip
 
 
-def _temporary(store: Store, now: float, old: float) -> Leftover | None:
+def _temporary(store: Store, root: int, now: float, old: float) -> Leftover | None:
     """What writers had not finished when they died; only local stores have such files."""
     local = unwrap(store)
     stale = local.stale_temps(old) if isinstance(local, LocalStore) else ()
@@ -89,7 +115,9 @@ def _temporary(store: Store, now: float, old: float) -> Leftover | None:
         return None
     age = now - max(entry.modified for entry in found)
     keys, nbytes = tuple(entry.key for entry in found), sum(entry.nbytes for entry in found)
-    return Leftover("temporary files", keys, nbytes, age, removable=True, why=f"not finished, {_words(age)} old")
+    return Leftover(
+        "temporary files", keys, nbytes, age, removable=True, why=f"not finished, {_words(age)} old", root=root
+    )
 
 
 def _leftover(attempt: Attempt, files: list[Entry], age: float | None, *, removable: bool, why: str) -> Leftover:
@@ -97,19 +125,19 @@ def _leftover(attempt: Attempt, files: list[Entry], age: float | None, *, remova
     return Leftover(attempt.id, keys, sum(entry.nbytes for entry in files), age, removable, why)
 
 
-def remove(
-    store: Store, leftover: Leftover, *, old: float = OLD_SECONDS, grace: float = GRACE_SECONDS
-) -> list[str]:
+def remove(leftover: Leftover, *stores: Store, old: float = OLD_SECONDS, grace: float = GRACE_SECONDS) -> list[str]:
     """Remove what may go, the mark last, so that what an error leaves behind can be found again. Returns errors.
 
-    Index and mark are looked at once more: a save that was stopped for a day may have come back meanwhile.
+    `stores` are those of the plan. Index and mark are looked at once more: a save that was stopped for a day may have
+    come back meanwhile.
     """
-    again = {left.attempt: left for left in plan_leftovers(store, old=old, grace=grace)}.get(leftover.attempt)
+    planned = plan_leftovers(*stores, old=old, grace=grace)
+    again = {(left.attempt, left.root): left for left in planned}.get((leftover.attempt, leftover.root))
     if again is None or not again.removable:
         return [f"{leftover.attempt}: {again.why if again else 'it is needed now'}"]
     for key in again.keys:
         try:
-            store.delete(key)
+            stores[leftover.root].delete(key)
         except StoreError as error:
             return [str(error)]
     return []

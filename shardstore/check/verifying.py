@@ -9,15 +9,25 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from shardstore import header, strictjson
-from shardstore.check.find import attempts_in, find_index, need_index, places
+from shardstore.check.find import attempts_in, find_index, places
 from shardstore.check.leftovers import Leftover, plan_leftovers
-from shardstore.errors import Damaged, KeyMissing, ShardstoreError, StoreError, Unfinished, exit_code
+from shardstore.check.striped import need_roots
+from shardstore.errors import (
+    Damaged,
+    InvalidArgument,
+    KeyMissing,
+    ShardstoreError,
+    StoreError,
+    Unfinished,
+    brief,
+    exit_code,
+)
 from shardstore.events import Listener, Reporter, to_log
 from shardstore.hashing import DIGEST_BYTES, BlockHasher
 from shardstore.header import Stored
 from shardstore.index import HF_NAME, MAX_BYTES, NAME, FileEntry, Index, header_name, origin_of, weight_map
 from shardstore.specs import DTYPES
-from shardstore.storage import Store, join, open_store
+from shardstore.storage import Store, Urls, close_all, join, open_roots
 from shardstore.transfer import damaged, in_parallel
 
 Kind: TypeAlias = Literal["index", "missing", "size", "damaged", "digest", "header", "meta", "derived", "unreadable"]
@@ -83,28 +93,31 @@ class Report:
 
 
 def verify(
-    url: str | os.PathLike[str], *, threads: int | None = None, listener: Listener | None = None,
+    url: Urls, *, threads: int | None = None, listener: Listener | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Report:  # fmt: skip
     """Read and check every byte of the checkpoint at `url`, or of all checkpoints below it.
 
+    Several URLs are the roots of one striped checkpoint, in any order.
     Raises CheckpointNotFound where there is none at all; damage is reported, not raised.
     """
-    listener = listener or to_log
-    store = open_store(url, storage_options=storage_options, listener=listener)
+    listener, count = listener or to_log, threads_of(threads)
+    stores = open_roots(url, storage_options=storage_options, listener=listener)
+    home = stores[0].url
     try:
-        found = places(store)
+        if len(stores) > 1:
+            return Report(home, [verify_store(stores, count, listener)])
+        found = places(stores[0])
     finally:
-        store.close()
+        close_all(stores)
     reports = []
     for place in found:
-        where = join(os.fspath(url), place) if place else url
-        inner = open_store(where, storage_options=storage_options, listener=listener)
+        inner = open_roots(join(home, place) if place else url, storage_options=storage_options, listener=listener)
         try:
-            reports.append(verify_store(inner, threads or default_threads(), listener))
+            reports.append(verify_store(inner, count, listener))
         finally:
-            inner.close()
-    return Report(os.fspath(url), reports)
+            close_all(inner)
+    return Report(home, reports)
 
 
 def default_threads() -> int:
@@ -112,13 +125,22 @@ def default_threads() -> int:
     return min(8, len(os.sched_getaffinity(0)))
 
 
-def verify_store(store: Store, threads: int, listener: Listener) -> CheckpointReport:
-    """Check the checkpoint at the root of a store; where it was replaced meanwhile, the one that is there now."""
-    report = _verify_once(store, threads, listener)
+def threads_of(threads: int | None) -> int:
+    """The number of threads to use where the caller says `threads`; None for the default. Raises InvalidArgument."""
+    if threads is None:
+        return default_threads()
+    if type(threads) is not int or not 1 <= threads <= 1024:  # noqa: PLR2004
+        raise InvalidArgument(f"threads must be a whole number from 1 to 1024, not {brief(threads)}")
+    return threads
+
+
+def verify_store(stores: Sequence[Store], threads: int, listener: Listener) -> CheckpointReport:
+    """Check the checkpoint at these roots; where it was replaced meanwhile, the one that is there now."""
+    report = _verify_once(stores, threads, listener)
     for _ in range(_RESTARTS):
-        if report.attempt is None or not report.problems or not _replaced(store, report.attempt):
+        if report.attempt is None or not report.problems or not _replaced(stores[0], report.attempt):
             break
-        report = _verify_once(store, threads, listener)
+        report = _verify_once(stores, threads, listener)
     return report
 
 
@@ -130,36 +152,44 @@ def _replaced(store: Store, attempt: str) -> bool:
     return found is not None and found.index.attempt != attempt
 
 
-def _verify_once(store: Store, threads: int, listener: Listener) -> CheckpointReport:
-    report = CheckpointReport(store.url)
+def _verify_once(stores: Sequence[Store], threads: int, listener: Listener) -> CheckpointReport:
+    report = CheckpointReport(stores[0].url)
     try:
-        index = need_index(store).index
+        stores, opened = need_roots(stores)
     except Damaged as error:
         report.problems.append(Problem("index", NAME, str(error)))
         return report
     except Unfinished as error:
         report.error = error
-        report.leftovers = plan_leftovers(store)
+        report.leftovers = _leftovers(stores)
         return report
     except ShardstoreError as error:
         report.error = error
         return report
+    index, report.url = opened.index, stores[0].url
     report.attempt, report.step, report.nbytes = index.attempt, index.step, index.nbytes
     report.files, report.tensors = len(index.files), len(index.paths)
-    report.leftovers = plan_leftovers(store)
-    report.foreign = [entry.key for entry in attempts_in(store)[1]]
-    reporter = Reporter("verify", store.url, listener)
+    report.leftovers = _leftovers(stores)
+    report.foreign = [entry.key for store in stores for entry in attempts_in(store)[1]]
+    reporter = Reporter("verify", report.url, listener)
     reporter.started(index.nbytes, len(index.files))
     found: dict[int, list[Problem]] = {}
 
     def check(file: int) -> None:
-        found[file] = verify_file(store, index, file, reporter)
+        found[file] = verify_file(stores[index.files[file].root], index, file, reporter)
 
     in_parallel(check, sorted(range(len(index.files)), key=lambda f: -index.files[f].nbytes), threads)
     report.problems += [problem for file in sorted(found) for problem in found[file]]
-    report.problems += _derived(store, index)
+    report.problems += _derived(stores[0], index)
     reporter.finished()
     return report
+
+
+def _leftovers(stores: Sequence[Store]) -> list[Leftover]:
+    try:
+        return plan_leftovers(*stores)
+    except InvalidArgument:
+        return []  # a part of a striped save: what the others need is not known
 
 
 def verify_file(store: Store, index: Index, file: int, reporter: Reporter) -> list[Problem]:

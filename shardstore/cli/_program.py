@@ -85,4 +85,6 @@ def _lost(lost: OutputLost) -> int:
 
 command = functools.partial(click.command, cls=Command)
 url_argument = click.argument("url")
+roots_argument = click.argument("urls", nargs=-1, required=True, metavar="URL [URL...]")
+"""One place; or all the roots of one striped checkpoint, in any order."""
 json_option = click.option(JSON, "as_json", is_flag=True, help="Write one JSON document, with exact numbers.")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from shardstore.check import attempts_in, default_threads, find_index, places
-from shardstore.cli import _program
+from shardstore.cli import _program, _runs
 from shardstore.cli._errors import worst
-from shardstore.cli._output import complain, put_json, put_table, remark, size, when
+from shardstore.cli._output import complain, put, put_json, put_table, remark, shown, size, when
+from shardstore.cli._runs import RunView
 from shardstore.errors import Damaged, ShardstoreError, UnsupportedVersion, exit_code
 from shardstore.index import Index
+from shardstore.run import resolve
 from shardstore.storage import Store, join, open_store
 from shardstore.transfer import in_parallel
 
@@ -39,18 +42,32 @@ class Row:
 def command(url: str, *, as_json: bool) -> int:
     """List the checkpoints at or below URL.
 
-    They come by step and time, unfinished saves last. Only indexes are read; `shardstore verify` reads the rest.
+    They come by step and time, unfinished saves last; those of a run in the order of saving, with losses and marks.
+    Only indexes are read; `shardstore verify` reads the rest. URL may be RUN@STEP, RUN@latest.
     """
-    rows = _rows(url)
+    url = resolve(url, listener=remark)
+    rows, seen = _rows(url), _runs.view(url)
+    if seen is not None:
+        rows = sorted((_runs.judged(row, seen) for row in rows), key=lambda row: seen.order(row.path))
     code = worst(row.exit_code for row in rows)
     if as_json:
-        put_json({"url": url, "checkpoints": [asdict(row) for row in rows], "exit_code": code})
+        put_json(_document(url, rows, seen, code))
+    elif seen is not None:
+        put(shown(seen.title()))
+        put_table(_runs.COLUMNS, (_runs.cells(row, seen) for row in rows))
     else:
         put_table(">STEP TIME >SIZE >TENSORS >SHARDS HASH ATTEMPT STATE PATH", map(_cells, rows))
     for row in rows:
         if row.error:
             complain(f"{join(url, '' if row.path == '.' else row.path)}: {row.error}")
     return code
+
+
+def _document(url: str, rows: Sequence[Row], seen: RunView | None, code: int) -> dict[str, Any]:
+    if seen is None:
+        return {"url": url, "checkpoints": [asdict(row) for row in rows], "exit_code": code}
+    found = [{**asdict(row), **seen.members(row.path)} for row in rows]
+    return {"url": url, "run": seen.document(), "checkpoints": found, "exit_code": code}
 
 
 def _rows(url: str) -> list[Row]:

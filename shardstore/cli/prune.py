@@ -1,4 +1,4 @@
-"""`shardstore prune`: removes what dead and replaced saves have left behind."""
+"""`shardstore prune`: removes what dead and replaced saves have left behind, and old checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 import click
 
-from shardstore.check import GRACE_SECONDS, OLD_SECONDS, Leftover, find_index, places, plan_leftovers, remove
-from shardstore.cli import _program
+from shardstore.check import GRACE_SECONDS, OLD_SECONDS, Leftover, find_roots, places, plan_leftovers, remove
+from shardstore.cli import _program, _retention
 from shardstore.cli._errors import as_json as error_json
 from shardstore.cli._errors import worst
 from shardstore.cli._output import complain, count, leftover_json, put, put_json, remark, shown, size
-from shardstore.errors import Damaged, ShardstoreError, UnsupportedVersion, exit_code
-from shardstore.storage import join, open_store
+from shardstore.errors import Damaged, InvalidArgument, ShardstoreError, UnsupportedVersion, exit_code
+from shardstore.run import Policy
+from shardstore.storage import Store, close_all, join, open_roots
 
 HOUR = 3600.0
 LEAST_HOURS = int(OLD_SECONDS / HOUR)
@@ -31,69 +32,94 @@ class Found:
 
 
 @_program.command("prune")
-@_program.url_argument
+@_program.roots_argument
 @click.option("--leftovers", is_flag=True, help="Files of saves that died or were overwritten, which no index needs.")
 @click.option("--yes", is_flag=True, help="Remove them; without it, only tell.")
 @click.option(
     "--older-than", "hours", type=click.IntRange(min=LEAST_HOURS), metavar="HOURS",
     help=f"Spare what is younger; {LEAST_HOURS} is the default, and the least.",
 )  # fmt: skip
+@_retention.options
 @_program.json_option
-def command(url: str, *, leftovers: bool, yes: bool, hours: int | None, as_json: bool) -> int:
-    """Remove what no checkpoint at or below URL needs. Tells only, unless --yes is given.
+def command(  # noqa: PLR0913 - options of the command line
+    urls: tuple[str, ...], *, leftovers: bool, yes: bool, hours: int | None, quarantined: bool, as_json: bool,
+    **policies: list[Policy],
+) -> int:  # fmt: skip
+    """Remove what no checkpoint at or below URL needs, or checkpoints of a run that no policy keeps.
+
+    Tells only, unless --yes is given. A checkpoint stays if any --keep-... keeps it; and so do the newest, pinned ones,
+    those in quarantine, and all until a newer one was verified, which is done before anything is removed.
+
+    Several URLs are the roots of one striped checkpoint; one of them alone is refused.
 
     A leftover is a file under an attempt mark that no index names, once its mark is older than 24 hours by the store's
     own clock (a minute, where an overwrite has replaced it). Files without a mark are never touched.
     """
-    if not leftovers:
-        raise click.UsageError("say what to prune: --leftovers is what there is.", click.get_current_context())
-    found, skipped = _plan(url, hours)
+    wanted = [policy for each in policies.values() for policy in each]
+    if leftovers == bool(wanted):
+        what = "say what to prune: either --leftovers, or what to keep (--keep-last N, ...)."
+        raise click.UsageError(what, click.get_current_context())
+    if wanted:
+        if len(urls) > 1:
+            raise click.UsageError("checkpoints are pruned in one run at a time.", click.get_current_context())
+        return _retention.prune(urls[0], wanted, quarantined=quarantined, yes=yes, as_json=as_json)
+    found, skipped = _plan(urls, hours)
     if yes:
-        _remove(url, [one for one in found if one.leftover.removable])
+        _remove(urls, [one for one in found if one.leftover.removable])
     code = worst([*map(exit_code, skipped.values()), *(1 for one in found if one.errors)])
     if as_json:
-        put_json(_document(url, found, skipped, yes=yes, code=code))
+        put_json(_document(urls[0], found, skipped, yes=yes, code=code))
     else:
         _put_text(found, yes=yes)
     for place, error in skipped.items():
-        complain(f"{join(url, place)}: left alone, what its index needs is not known: {error}")
+        complain(f"{join(urls[0], place)}: left alone, what is needed there is not known: {error}")
     for one in found:
         for why in one.errors:
             complain(f"not removed: {why}")
     return code
 
 
-def _plan(url: str, hours: int | None) -> tuple[list[Found], dict[str, ShardstoreError]]:
+def _plan(urls: Sequence[str], hours: int | None) -> tuple[list[Found], dict[str, ShardstoreError]]:
     """The leftovers of every place, and the places whose index can't be read."""
     old = OLD_SECONDS if hours is None else hours * HOUR
     grace = GRACE_SECONDS if hours is None else old
-    store = open_store(url, listener=remark)
-    try:
-        where = places(store)
-    finally:
-        store.close()
     found: list[Found] = []
     skipped: dict[str, ShardstoreError] = {}
-    for place in where:
-        inner = open_store(join(url, place), listener=remark)
+    for place in _places(urls):
+        stores = _opened(urls, place)
         try:
-            find_index(inner)
-            found += [Found(place, left) for left in plan_leftovers(inner, old=old, grace=grace)]
-        except (Damaged, UnsupportedVersion) as error:
+            find_roots(stores)
+            found += [Found(place, left) for left in plan_leftovers(*stores, old=old, grace=grace)]
+        except (Damaged, InvalidArgument, UnsupportedVersion) as error:
             skipped[place] = error
         finally:
-            inner.close()
+            close_all(stores)
     return found, skipped
 
 
-def _remove(url: str, found: Sequence[Found]) -> None:
+def _places(urls: Sequence[str]) -> list[str]:
+    """Where to look: the roots themselves, if there are several, else all places at or below the one."""
+    if len(urls) > 1:
+        return [""]
+    stores = _opened(urls, "")
+    try:
+        return places(stores[0])
+    finally:
+        close_all(stores)
+
+
+def _opened(urls: Sequence[str], place: str) -> list[Store]:
+    return open_roots([join(url, place) for url in urls], storage_options=None, listener=remark)
+
+
+def _remove(urls: Sequence[str], found: Sequence[Found]) -> None:
     for one in found:
-        store = open_store(join(url, one.place), listener=remark)
+        stores = _opened(urls, one.place)
         try:
-            one.errors = remove(store, one.leftover)
+            one.errors = remove(one.leftover, *stores)
             one.removed = not one.errors
         finally:
-            store.close()
+            close_all(stores)
 
 
 def _document(

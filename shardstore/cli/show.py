@@ -15,6 +15,7 @@ from shardstore.cli._output import complain, count, put, put_json, put_table, re
 from shardstore.errors import Damaged, InvalidArgument, KeyMissing, ShardstoreError, exit_code
 from shardstore.index import MAX_BYTES, Index
 from shardstore.patterns import matches
+from shardstore.run import resolve
 from shardstore.storage import Store, open_store
 
 
@@ -28,11 +29,12 @@ from shardstore.storage import Store, open_store
 )  # fmt: skip
 @_program.json_option
 def command(url: str, *, tensors: bool, shards: bool, only: Sequence[str], as_json: bool) -> int:
-    """Show what the checkpoint at URL holds.
+    """Show what the checkpoint at URL holds, which may be RUN@STEP or RUN@latest.
 
     That is its head, its sections, and tables of tensors and shards. The index and the structure are read and verified;
     `shardstore verify` reads the rest.
     """
+    url = resolve(url, listener=remark)
     selected = [name for name, on in (("tensors", tensors), ("shards", shards)) if on]
     store = open_store(url, listener=remark)
     try:

@@ -16,22 +16,25 @@ from shardstore.cli import _errors, _program
 from shardstore.cli._output import count, leftover_json, put, put_json, shown, size
 from shardstore.cli._progress import watching
 from shardstore.errors import Unfinished
+from shardstore.run import resolve
 
 
 @_program.command("verify")
-@_program.url_argument
+@_program.roots_argument
 @click.option(
     "--threads", type=click.IntRange(min=1), metavar="N", help="Threads that read; one for each core, 8 at most."
 )
 @_program.json_option
-def command(url: str, *, threads: int | None, as_json: bool) -> int:
-    """Check every byte of the checkpoints at or below URL.
+def command(urls: tuple[str, ...], *, threads: int | None, as_json: bool) -> int:
+    """Check every byte of the checkpoints at or below URL; or of one that is striped over several URLs.
+
+    URL may be RUN@STEP or RUN@latest.
 
     Names every file, block and tensor that is damaged, saves that did not finish, what they left, and foreign files.
     """
     began = time.perf_counter()
     with watching() as listener:
-        report = verify_all(url, threads=threads, listener=listener)
+        report = verify_all(urls if len(urls) > 1 else resolve(urls[0]), threads=threads, listener=listener)
     if as_json:
         put_json(_document(report))
     else:

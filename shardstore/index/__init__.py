@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from shardstore.index.codec import MAX_BYTES, dump, parse
 from shardstore.index.derived import header_name, origin_of, weight_map
+from shardstore.index.head import HEAD_BYTES, Head, head_of, read_head
 from shardstore.index.model import HF_NAME, NAME, SCHEMA, FileEntry, Index, Piece, mark_name
 
 __all__ = [
-    "HF_NAME", "MAX_BYTES", "NAME", "SCHEMA", "FileEntry", "Index", "Piece",
-    "dump", "header_name", "mark_name", "origin_of", "parse", "weight_map",
+    "HEAD_BYTES", "HF_NAME", "MAX_BYTES", "NAME", "SCHEMA", "FileEntry", "Head", "Index",
+    "Piece", "dump", "head_of", "header_name", "mark_name", "origin_of", "parse", "read_head", "weight_map",
 ]  # fmt: skip

@@ -97,7 +97,8 @@ def parse(data: bytes, where: str = NAME) -> Index:
     """
     tail = _TAIL.search(data, max(0, len(data) - _TAIL_BYTES))
     if tail is None or hashlib.sha256(data[: tail.start()]).hexdigest().encode() != tail[1]:
-        _schema_first(data, where)
+        if tail is None:
+            _schema_first(data, where)
         _bad(where, "its closing sha256 is missing or does not match: the file is cut or damaged")
     try:
         raw = strictjson.loads(data, limit=MAX_BYTES)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
 
 from shardstore import tree
-from shardstore.errors import InvalidArgument, Superseded
+from shardstore.errors import Damaged, InvalidArgument, Superseded, brief
 from shardstore.events import Listener
 from shardstore.loading.fresh import read_fresh, read_mapped
 from shardstore.loading.into import fill
 from shardstore.loading.source import Source
 from shardstore.memory import no_gc
 from shardstore.ranks import ALL, ranks_of
+from shardstore.storage import Urls
 
 Mode: TypeAlias = Literal["copy", "map"]
 Patterns: TypeAlias = str | Sequence[str]
@@ -26,13 +26,14 @@ _RESTARTS = 4
 
 
 def load(  # noqa: PLR0913 - the public face: every argument but one has a default
-    url: str | os.PathLike[str], *, into: Any = None, only: Patterns | None = None, device: Any = "cpu",
+    url: Urls, *, into: Any = None, only: Patterns | None = None, device: Any = "cpu",
     mode: Mode = "copy", strict: bool = True, allow_missing: Patterns = (), allow_unexpected: Patterns = (),
     rename: Rename | None = None, expect: str | None = None, group: Any = ALL, threads: int | None = None,
     listener: Listener | None = None, storage_options: Mapping[str, Any] | None = None,
 ) -> Any:  # fmt: skip
     """Load a checkpoint; every byte that is used has been verified.
 
+    `url`: where it was saved; for a striped one all its roots, in any order.
     Without `into`: returns the state as it was saved, tensors on `device`; objects come back as plain data.
     `into`: a state like the saved one, with tensors and objects in it, which are filled in place; returned again.
     Nothing is touched before names, shapes and dtypes were found to fit. Only the sections that it has are loaded.
@@ -46,24 +47,43 @@ def load(  # noqa: PLR0913 - the public face: every argument but one has a defau
     """
     ranks_of(group)
     if mode not in ("copy", "map"):
-        raise InvalidArgument(f"mode must be 'copy' or 'map', not {mode!r}")
-    if mode == "map" and (into is not None or torch.device(device).type != "cpu"):
+        raise InvalidArgument(f"mode must be 'copy' or 'map', not {brief(mode)}")
+    to = _device(device)
+    if mode == "map" and (into is not None or to.type != "cpu"):
         raise InvalidArgument("mode='map' gives new CPU tensors: it goes with neither into= nor another device")
     if into is None and rename is not None:
         raise InvalidArgument("rename= goes with into=; rename the keys of what load returns instead")
+    if rename is not None and not (callable(rename) or isinstance(rename, Mapping)):
+        raise InvalidArgument(f"rename must be a dict or a function from path to path, not {brief(rename)}")
+    for name, patterns in (("only", only), ("allow_missing", allow_missing), ("allow_unexpected", allow_unexpected)):
+        _check_patterns(name, patterns)
 
     def once() -> Any:
         with _opened(url, expect, threads, listener, storage_options) as source:
             if into is None:
-                return _new(source, only, torch.device(device), mode)
-            binding = tree.bind(
-                source.meta, source.index.paths, source.index.specs, source.index.aliases, into, only=only,
-                strict=strict, allow_missing=allow_missing, allow_unexpected=allow_unexpected, rename=rename,
-            )  # fmt: skip
+                return _new(source, only, to, mode)
+            with source.structuring():
+                binding = tree.bind(
+                    source.meta, source.index.paths, source.index.specs, source.index.aliases, into, only=only,
+                    strict=strict, allow_missing=allow_missing, allow_unexpected=allow_unexpected, rename=rename,
+                )  # fmt: skip
             return _into(source, binding)
 
     with no_gc():
         return _restarted(once)
+
+
+def _check_patterns(name: str, patterns: Patterns | None) -> None:
+    several = isinstance(patterns, (list, tuple)) and all(isinstance(pattern, str) for pattern in patterns)
+    if not (patterns is None or isinstance(patterns, str) or several):
+        raise InvalidArgument(f"{name} must be a pattern or a list of patterns, not {brief(patterns)}")
+
+
+def _device(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(f"{brief(device)} is no device of torch's: {str(error)[:200]}") from None
 
 
 def _restarted(work: Callable[[], Any]) -> Any:
@@ -76,7 +96,7 @@ def _restarted(work: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def _opened(
-    url: str | os.PathLike[str], expect: str | None, threads: int | None, listener: Listener | None,
+    url: Urls, expect: str | None, threads: int | None, listener: Listener | None,
     storage_options: Mapping[str, Any] | None,
 ) -> Iterator[Source]:  # fmt: skip
     source = Source(url, expect=expect, threads=threads, listener=listener, storage_options=storage_options)
@@ -87,19 +107,22 @@ def _opened(
 
 
 def _new(source: Source, only: Patterns | None, device: torch.device, mode: Mode) -> Any:
-    selection = tree.select(source.meta, source.index.paths, only)
+    with source.structuring():
+        selection = tree.select(source.meta, source.index.paths, only)
     aliases = source.index.aliases
     numbers: Collection[int] = (
         {aliases.get(number, number) for number in selection.numbers} if aliases else selection.numbers
     )
     source.reporter.started(sum(map(source.index.sizes.__getitem__, numbers)), len(source.index.files))
+    source.check_headers(numbers)
     tensors = (read_mapped if mode == "map" else read_fresh)(source, numbers)
     if device.type != "cpu":
         tensors = {n: t if n in selection.host else t.to(device) for n, t in tensors.items()}
     for alias, target in aliases.items():
         if target in tensors:
             tensors[alias] = tensors[target]
-    state = tree.restore(selection, source.index.paths, tensors)
+    with source.structuring():
+        state = tree.restore(selection, source.index.paths, tensors)
     source.reporter.finished()
     return state
 
@@ -111,10 +134,16 @@ def _into(source: Source, binding: tree.Binding) -> Any:
     nbytes = sum(sizes[number] for number in wanted | {number for number, _ in fills})
     source.reporter.started(nbytes, len(source.index.files))
     source.check_present(range(len(source.index.files)))
+    source.check_headers(wanted | {number for number, _ in fills})
     new = read_fresh(source, wanted) if wanted else {}
     tensors = {n: new[aliases.get(n, n)].to(device) for n, device in binding.fresh.items()}
     fill(source, fills)
-    state = binding.finish(tensors)
+    try:
+        with source.structuring():
+            state = binding.finish(tensors)
+    except Damaged as error:
+        error.overwritten = tuple(dict.fromkeys(source.index.paths[number] for number, _ in fills))
+        raise
     for what, paths in zip(("missing", "unexpected"), binding.report, strict=True):
         if paths:
             source.reporter.noticed(f"{what}, as allowed: {', '.join(paths)}")

@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
-from shardstore import address
 from shardstore.errors import InvalidArgument
 from shardstore.hashing import DIGEST_BYTES, digest
 from shardstore.loading.source import Source
 from shardstore.memory import Extent, carve, over, single
 from shardstore.plan import FileRead, Want, plan_reads
+from shardstore.specs import Box, TensorSpec
 from shardstore.transfer import damaged, in_parallel
 
 
@@ -19,7 +19,9 @@ def read_fresh(source: Source, numbers: Collection[int]) -> dict[int, torch.Tens
     """New CPU tensors for stored tensors, by number."""
     tensors: dict[int, torch.Tensor] = {}
     reads: list[FileRead] = []
-    for file, extents in _extents(source, numbers):
+    wanted = [(file, extents) for file, extents in _extents(source, numbers) if extents]
+    source.check_present(file for file, _ in wanted)  # before memory is asked for
+    for file, extents in wanted:
         read = FileRead(file)
         for carved in carve(extents):
             tensors.update(carved.tensors)
@@ -28,13 +30,13 @@ def read_fresh(source: Source, numbers: Collection[int]) -> dict[int, torch.Tens
         if read.segments:
             reads.append(read)
     reads += _in_pieces(source, [n for n in numbers if n not in tensors], tensors)
-    source.check_present(read.file for read in reads)
     source.read(reads)
     return tensors
 
 
 def _in_pieces(source: Source, numbers: list[int], tensors: dict[int, torch.Tensor]) -> list[FileRead]:
     """Reads of tensors that lie in several pieces."""
+    source.check_present(sorted({piece.file for number in numbers for piece in source.index.located.get(number, ())}))
     for number in numbers:
         tensors[number] = single(source.index.specs[number])
     return plan_reads(source.index, [Want(number, tensors[number].data_ptr()) for number in numbers])
@@ -60,15 +62,16 @@ def read_mapped(source: Source, numbers: Collection[int]) -> dict[int, torch.Ten
 
     Raises InvalidArgument where maps are unsafe.
     """
-    capabilities = source.store.capabilities
-    if not capabilities.mappable:
-        raise InvalidArgument(f"mode='map' is refused for {source.store.url}: {capabilities.why}; use mode='copy'")
+    for store in source.stores:
+        if not store.capabilities.mappable:
+            why = f"mode='map' is refused for {store.url}: {store.capabilities.why}"
+            raise InvalidArgument(f"{why}; use mode='copy'")
     wanted = [(file, extents) for file, extents in _extents(source, numbers) if extents]
     source.check_present(file for file, _ in wanted)
     tensors: dict[int, torch.Tensor] = {}
     maps: dict[int, memoryview] = {}
     for file, extents in wanted:
-        maps[file] = source.store.map(source.index.files[file].path)
+        maps[file] = source.store(file).map(source.index.files[file].path)
         tensors.update(over(maps[file], extents))
     _verify_maps(source, wanted, maps)
     rest = [number for number in numbers if number not in tensors]
@@ -94,9 +97,11 @@ def _verify_maps(source: Source, wanted: list[tuple[int, list[Extent]]], maps: M
     in_parallel(check, units, source.threads)
 
 
-def read_part(source: Source, number: int, want: Want, target: memoryview) -> None:
-    """Fill `target` with a part of one stored tensor; reads only the blocks that hold it."""
-    if len(target):
-        reads = plan_reads(source.index, [want._replace(tensor=number, address=address.of(target))])
-        source.check_present(read.file for read in reads)
-        source.read(reads)
+def read_part(source: Source, number: int, box: Box) -> torch.Tensor:
+    """A part of one stored tensor in new memory; reads only the blocks that hold it."""
+    pieces = source.index.located.get(number, ()) if box.volume else ()
+    source.check_present(sorted({piece.file for piece in pieces if piece.box.intersect(box)}))
+    part = single(TensorSpec(source.index.specs[number].dtype, box.shape))
+    if part.nbytes:
+        source.read(plan_reads(source.index, [Want(number, part.data_ptr(), box)]))
+    return part

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -14,9 +13,9 @@ from shardstore.errors import InvalidArgument
 from shardstore.events import Listener
 from shardstore.loading.fresh import read_fresh, read_part
 from shardstore.loading.source import Source
-from shardstore.memory import owned, single
-from shardstore.plan import Want
-from shardstore.specs import Box, Shape, TensorSpec
+from shardstore.memory import torch_dtype
+from shardstore.specs import Box, Shape
+from shardstore.storage import Urls
 
 
 class LazyTensor:
@@ -27,7 +26,7 @@ class LazyTensor:
         self._number = source.index.resolve(number)
         self.path = source.index.paths[number]
         spec = source.index.specs[number]
-        self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        self.dtype = torch_dtype(spec.dtype)
         self.shape = torch.Size(spec.shape)
         self.nbytes = spec.nbytes
 
@@ -38,9 +37,7 @@ class LazyTensor:
     def __getitem__(self, key: Any) -> torch.Tensor:
         """Whole numbers, slices with steps from 1 on, and `...`. The rows of the first dimensions cost least."""
         origin, shape, rest = _box(key, tuple(self.shape), self.path)
-        spec = TensorSpec(self._source.index.specs[self._number].dtype, shape)
-        part = single(spec)
-        read_part(self._source, self._number, Want(self._number, 0, Box(origin, shape)), owned(part))
+        part = read_part(self._source, self._number, Box(origin, shape))
         return part[rest] if rest else part
 
     def __repr__(self) -> str:
@@ -86,7 +83,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def __init__(self, source: Source) -> None:
         self._source = source
         self._numbers: dict[str, int] | None = None
-        self.url = source.store.url
+        self.url = source.url
         self.step = source.index.step
         self.attempt = source.index.attempt
         self.time = source.index.time
@@ -128,7 +125,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
 
 def open_checkpoint(
-    url: str | os.PathLike[str], *, expect: str | None = None, threads: int | None = None,
+    url: Urls, *, expect: str | None = None, threads: int | None = None,
     listener: Listener | None = None, storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:  # fmt: skip
     """Open a checkpoint without reading its tensors. Raises as `load` does."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
 from shardstore import header, tree
-from shardstore.check import default_threads, find_index, need_index
+from shardstore.check import find_index, need_roots, threads_of
 from shardstore.errors import Damaged, InvalidArgument, KeyMissing, Superseded
 from shardstore.events import Listener, Reporter, to_log
 from shardstore.index import NAME, Index
 from shardstore.plan import FileRead
-from shardstore.storage import Store, open_store
+from shardstore.storage import Store, Urls, close_all, open_roots
 from shardstore.transfer import Job, Outcome, Reader
 
 
@@ -25,28 +25,42 @@ class Source:
     """One checkpoint, opened for reading."""
 
     def __init__(
-        self, url: str | os.PathLike[str], *, expect: str | None = None, threads: int | None = None,
+        self, url: Urls, *, expect: str | None = None, threads: int | None = None,
         listener: Listener | None = None, storage_options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        if threads is not None and (type(threads) is not int or threads < 1):
-            raise InvalidArgument(f"threads must be a whole number above 0, not {threads!r}")
-        self.threads = threads or default_threads()
-        self.store: Store = open_store(url, storage_options=storage_options, listener=listener)
+        self.threads = threads_of(threads)
+        self.stores: Sequence[Store] = open_roots(url, storage_options=storage_options, listener=listener)
         try:
-            found = need_index(self.store)
+            self.stores, found = need_roots(self.stores)
+            self.url = self.stores[0].url
             self.index: Index = found.index
             _authenticate(found.data, self.index, expect)
-            self.reporter = Reporter("load", self.store.url, listener or to_log)
-            self.meta = tree.parse_meta(self._read_meta(), count=len(self.index.paths), file=self._meta_path)
+            self.reporter = Reporter("load", self.url, listener or to_log)
+            self.meta = tree.parse_meta(self._read_meta(), count=len(self.index.paths), file=self.meta_path)
             if self.meta.attempt != self.index.attempt:
-                raise Damaged(f"{self._meta_path} belongs to another checkpoint", file=self._meta_path)
+                raise Damaged(f"{self.meta_path} belongs to another checkpoint", file=self.meta_path)
         except BaseException:
-            self.store.close()
+            self.close()
             raise
 
+    def store(self, file: int) -> Store:
+        """The store in which a file lies."""
+        return self.stores[self.index.files[file].root]
+
     @property
-    def _meta_path(self) -> str:
+    def meta_path(self) -> str:
+        """The file with the structure."""
         return self.index.files[self.index.meta].path
+
+    @contextlib.contextmanager
+    def structuring(self) -> Iterator[None]:
+        """While the structure is used: what is wrong with it is blamed on its file."""
+        try:
+            yield
+        except Damaged as error:
+            if error.file != "meta":
+                raise
+            raise Damaged(f"{self.meta_path}: {error}", file=self.meta_path) from None
 
     def _read_meta(self) -> memoryview:
         entry = self.index.files[self.index.meta]
@@ -70,12 +84,28 @@ class Source:
             error.outcome = reader.outcome  # type: ignore[attr-defined]
             raise
 
+    def check_headers(self, numbers: Collection[int]) -> None:
+        """Verify the blocks without tensor bytes of the files of which all tensors, by number, are loaded.
+
+        A whole load finds a wrong bit in any byte, be it one that only other tools read.
+        """
+        reads = []
+        for file, entry in enumerate(self.index.files):
+            if entry.start is None:
+                continue
+            bare = entry.start if entry.nbytes > entry.start else entry.start + self.index.block - 1
+            if bare >= self.index.block and set(numbers).issuperset(entry.pieces):
+                reads.append(FileRead(file, before=bare // self.index.block))
+        if reads:
+            self.check_present(read.file for read in reads)
+            self.read(reads)
+
     def check_present(self, files: Iterable[int]) -> None:
         """That files are there with their sizes, before anything is touched. Raises as `read` does."""
         for file in files:
             entry = self.index.files[file]
             try:
-                found = self.store.stat(entry.path)
+                found = self.store(file).stat(entry.path)
             except KeyMissing as error:
                 raise self._gone(error, file) from error
             if found.kind != "file" or found.nbytes != entry.nbytes:
@@ -83,7 +113,7 @@ class Source:
 
     def _job(self, read: FileRead) -> Job:
         entry = self.index.files[read.file]
-        return Job(self.store, read.file, entry, read.blocks(self.index.block), read.segments)
+        return Job(self.store(read.file), read.file, entry, read.blocks(self.index.block), read.segments)
 
     def _wrong_size(self, file: int, nbytes: int, kind: str) -> Damaged:
         entry = self.index.files[file]
@@ -91,26 +121,26 @@ class Source:
             return Damaged(f"{entry.path} is no plain file", file=entry.path, tensors=self._tensors(file))
         first = memoryview(bytearray(min(nbytes, 64)))
         if nbytes:
-            self.store.read_into(entry.path, 0, [first])
+            self.store(file).read_into(entry.path, 0, [first])
         return Damaged(
             f"{entry.path} has {nbytes} bytes, {entry.nbytes} were saved{header.looks_like(first)}",
             file=entry.path, tensors=self._tensors(file),
         )  # fmt: skip
 
     def _gone(self, error: KeyMissing, file: int | None = None) -> Damaged | Superseded:
-        found = find_index(self.store)
+        found = find_index(self.stores[0])
         if found is None or found.index.attempt != self.index.attempt:
-            return Superseded(f"{self.store.url} was replaced while it was read: load it again")
+            return Superseded(f"{self.url} was replaced while it was read: load it again")
         path = self.index.files[file].path if file is not None else str(error.filename)
         tensors = self._tensors(file) if file is not None else ()
-        return Missing(f"{path} is missing from {self.store.url}, though {NAME} names it", file=path, tensors=tensors)
+        return Missing(f"{path} is missing from {self.url}, though {NAME} names it", file=path, tensors=tensors)
 
     def _tensors(self, file: int) -> tuple[str, ...]:
         return tuple(self.index.paths[tensor] for tensor in self.index.files[file].pieces)
 
     def close(self) -> None:
-        """Give back the store's handles."""
-        self.store.close()
+        """Give back the stores' handles."""
+        close_all(self.stores)
 
 
 def _authenticate(data: bytes, index: Index, expect: str | None) -> None:
@@ -120,7 +150,7 @@ def _authenticate(data: bytes, index: Index, expect: str | None) -> None:
         raise InvalidArgument(
             f"expect= proves nothing for a checkpoint with {index.hash} digests: save with hash='sha256' for that"
         )
-    if sha256(data).hexdigest() != expect.strip().lower():
+    if type(expect) is not str or sha256(data).hexdigest() != expect.strip().lower():
         raise Damaged(f"{NAME} is not the one that was expected: its sha256 is {sha256(data).hexdigest()}", file=NAME)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardstore.memory.collector import no_gc
 from shardstore.memory.fill import WAVE, Window, fillable, windows
-from shardstore.memory.fresh import Carved, Extent, carve, over, raw, single
+from shardstore.memory.fresh import Carved, Extent, carve, over, raw, single, torch_dtype
 from shardstore.memory.stream import owned, stream
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "raw",
     "single",
     "stream",
+    "torch_dtype",
     "windows",
 ]

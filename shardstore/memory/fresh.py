@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from shardstore.errors import UnsupportedVersion
 from shardstore.specs import DTYPES, TensorSpec
 
 OWN = 1024 * 1024
@@ -23,6 +24,14 @@ ARENA = 32 * 1024 * 1024
 _ALIGN = 64
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """A dtype by its name in the index. Raises UnsupportedVersion where this torch does not have it."""
+    found = TORCH_DTYPES.get(name)
+    if found is None:
+        raise UnsupportedVersion(f"this torch ({torch.__version__}) has no dtype {name!r}: use a newer one")
+    return found
 
 
 class Extent(NamedTuple):
@@ -38,7 +47,10 @@ def raw(nbytes: int) -> torch.Tensor:
     """`nbytes` of new zeroed memory as a uint8 tensor, private to this process."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"there is no memory for {nbytes} bytes") from error
     with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages is only slower
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
@@ -54,7 +66,7 @@ def shaped(memory: torch.Tensor, spec: TensorSpec, count: int) -> Sequence[torch
 
     They are no views for autograd: each has a version counter of its own.
     """
-    dtype = TORCH_DTYPES[spec.dtype]
+    dtype = torch_dtype(spec.dtype)
     if not spec.nbytes:
         return [torch.empty(spec.shape, dtype=dtype) for _ in range(count)]
     typed = memory.view(dtype)

@@ -26,14 +26,18 @@ class Want(NamedTuple):
 
 @dataclass(slots=True)
 class FileRead:
-    """What is read of one file: the segments, by offset, without overlap."""
+    """What is read of one file: the segments, by offset, without overlap.
+
+    `before`: so many blocks from the start of the file are verified, too, though no segment lies in them.
+    """
 
     file: int
     segments: list[Segment] = field(default_factory=list)
+    before: int = 0
 
     def blocks(self, block: int) -> list[int]:
-        """Numbers of the blocks that hold the segments, in order."""
-        found: list[int] = []
+        """Numbers of the blocks that are read, in order."""
+        found = list(range(self.before))
         for offset, _, nbytes in self.segments:
             first, last = offset // block, (offset + nbytes - 1) // block
             if found and first <= found[-1]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from shardstore.errors import InvalidArgument
+from shardstore.errors import InvalidArgument, brief
 from shardstore.header import RESERVED
 from shardstore.patterns import matches
 from shardstore.specs import DTYPES, TensorSpec
@@ -42,16 +42,25 @@ class ShardOptions:
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
-            raise InvalidArgument(f"layout must be one of {', '.join(LAYOUTS)}, not {self.layout!r}")
+            raise InvalidArgument(f"layout must be one of {', '.join(LAYOUTS)}, not {brief(self.layout)}")
         if self.group_by is not None and self.layout != "by_group":
             raise InvalidArgument("group_by goes with layout='by_group' only")
+        if not _groups_by(self.group_by):
+            raise InvalidArgument(f"group_by must be a callable or a list of patterns, not {brief(self.group_by)}")
         if self.shards is not None and self.shard_bytes is not None:
             raise InvalidArgument("give shards or shard_bytes, not both")
         for name, value in (("shards", self.shards), ("shard_bytes", self.shard_bytes)):
             if value is not None and (type(value) is not int or value < 1):
-                raise InvalidArgument(f"{name} must be a whole number above 0, not {value!r}")
+                raise InvalidArgument(f"{name} must be a whole number above 0, not {brief(value)}")
         if self.shards is not None and self.shards > MAX_SHARDS:
-            raise InvalidArgument(f"shards must be at most {MAX_SHARDS}, not {self.shards}")
+            raise InvalidArgument(f"shards must be at most {MAX_SHARDS}, not {brief(self.shards)}")
+
+
+def _groups_by(group_by: GroupBy | None) -> bool:
+    """Whether a value says how to group."""
+    if group_by is None or callable(group_by) or isinstance(group_by, str):
+        return True
+    return isinstance(group_by, list | tuple) and all(isinstance(pattern, str) for pattern in group_by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +113,17 @@ def plan_shards(tensors: Tensors, options: ShardOptions, attempt: str) -> list[S
             for at, members in enumerate(bins)
         ]
     return planned
+
+
+def spread(sizes: Sequence[int], roots: int) -> list[int]:
+    """The root of each shard of these sizes, in bytes: the largest first, always to the emptiest root."""
+    filled = [(0, root) for root in range(roots)]
+    chosen = [0] * len(sizes)
+    for shard in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
+        nbytes, root = filled[0]
+        chosen[shard] = root
+        heapq.heapreplace(filled, (nbytes + sizes[shard], root))
+    return chosen
 
 
 def _name(prefix: str, at: int, count: int, attempt: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from shardstore.check import Found, plan_leftovers, remove
 from shardstore.errors import CheckpointExists, KeyMissing, StoreError, StoreUnavailable
@@ -15,15 +15,17 @@ from shardstore.storage import Blob, Bytes, Store
 _TRIES = 5
 
 
-def supersede(store: Store, index: Index) -> None:
+def supersede(stores: Sequence[Store], index: Index) -> None:
     """Mark what is, or is to be, replaced. As long as an index names its files, they are not removed."""
-    files = [file.path for file in index.files]
-    store.put(mark_name(index.attempt), Bytes(mark_content(index.attempt, "superseded", files=files)))
+    for root, store in enumerate(stores):
+        files = [file.path for file in index.files if file.root == root]
+        content = mark_content(index.attempt, "superseded", stripe=[root, len(stores)], files=files)
+        store.put(mark_name(index.attempt), Bytes(content))
 
 
-def tidy_up(store: Store, index: Index, data: bytes, replaced: Found | None, reporter: Reporter) -> None:
+def tidy_up(stores: Sequence[Store], index: Index, data: bytes, replaced: Found | None, reporter: Reporter) -> None:
     """All that follows the commit of an index, of which `data` are the bytes. Trouble is reported."""
-    for step in _steps(store, index, data, replaced, reporter):
+    for step in _steps(stores, index, data, replaced, reporter):
         try:
             step()
         except StoreError as error:
@@ -31,30 +33,32 @@ def tidy_up(store: Store, index: Index, data: bytes, replaced: Found | None, rep
 
 
 def _steps(
-    store: Store, index: Index, data: bytes, replaced: Found | None, reporter: Reporter
+    stores: Sequence[Store], index: Index, data: bytes, replaced: Found | None, reporter: Reporter
 ) -> Iterator[Callable[[], None]]:
     if replaced:  # a new time of grace begins for those who read what was replaced
-        yield lambda: supersede(store, replaced.index)
-    yield lambda: _derive(store, index, data, reporter)
+        yield lambda: supersede(stores, replaced.index)
+    yield lambda: _derive(stores[0], index, data, replaced, reporter)
     if replaced:
-        yield lambda: _remove_leftovers(store, index)
-    yield lambda: _unmark(store, index, data)
+        yield lambda: _remove_leftovers(stores, index)
+    if len(stores) == 1:
+        yield lambda: _unmark(stores, index, data)
 
 
-def _derive(store: Store, index: Index, data: bytes, reporter: Reporter) -> None:
-    if not put_derived(store, index, data):
+def _derive(store: Store, index: Index, data: bytes, replaced: Found | None, reporter: Reporter) -> None:
+    if not put_derived(store, index, data, new=replaced is None):
         reporter.noticed(f"{HF_NAME} is another tool's and was left as it is: such tools won't see this checkpoint")
 
 
-def put_derived(store: Store, index: Index, data: bytes) -> bool:
+def put_derived(store: Store, index: Index, data: bytes, *, new: bool) -> bool:
     """Bring the index that Hugging Face tools read in line with ours, of which `data` are the bytes.
 
     Nothing is done when ours is not the committed one any more: who replaced it sees to that. Returns False where the
-    index of another tool is in the way, which is left as it is.
+    index of another tool is in the way, which is left as it is. `new`: most likely there is none yet.
     """
     wanted = weight_map(index)
-    for _ in range(_TRIES):
-        present = _blob(store, HF_NAME)  # seen before the index is, so that a save which sleeps here replaces nothing
+    for turn in range(_TRIES):
+        # Looked at before the index is, so that a save which sleeps in between replaces nothing.
+        present = None if new and turn == 0 else _blob(store, HF_NAME)
         if (present.data if present else None) == wanted:
             return True
         if present and origin_of(present.data, index.attempt) == "foreign":
@@ -70,17 +74,17 @@ def put_derived(store: Store, index: Index, data: bytes) -> bool:
     raise StoreError(f"{HF_NAME} in {store.url} is replaced as often as it is written", filename=HF_NAME)
 
 
-def _remove_leftovers(store: Store, index: Index) -> None:
-    for leftover in plan_leftovers(store):
+def _remove_leftovers(stores: Sequence[Store], index: Index) -> None:
+    for leftover in plan_leftovers(*stores):
         if leftover.removable and leftover.attempt != index.attempt:
-            remove(store, leftover)
+            remove(leftover, *stores)
 
 
-def _unmark(store: Store, index: Index, data: bytes) -> None:
+def _unmark(stores: Sequence[Store], index: Index, data: bytes) -> None:
     """Remove the mark of a save that is done."""
-    store.delete(mark_name(index.attempt))
-    if not _is_committed(store, data):
-        supersede(store, index)  # it was replaced meanwhile, and that mark may be the one which has just gone
+    stores[0].delete(mark_name(index.attempt))
+    if not _is_committed(stores[0], data):
+        supersede(stores, index)  # it was replaced meanwhile, and that mark may be the one which has just gone
 
 
 def _is_committed(store: Store, data: bytes) -> bool:

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,15 +28,15 @@ def utc_now() -> str:
     return dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-class Mark:
-    """The mark of a save under way: written at the start, refreshed each minute on a thread, removed at the end."""
+class Marks:
+    """The marks of a save under way, one in each root: written first, refreshed each minute on a thread."""
 
-    def __init__(self, store: Store, attempt: str) -> None:
-        self._store = store
-        self._key = mark_name(attempt)
+    def __init__(self, stores: Sequence[Store], attempt: str) -> None:
+        self._stores = stores
+        self._attempt = attempt
+        self._state = "writing"
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._refresh, name="shardstore-mark", daemon=True)
-        self._content = mark_content(attempt, "writing")
 
     def __enter__(self) -> Self:
         self._put()
@@ -47,12 +48,19 @@ class Mark:
         self._thread.join()
 
     def renew(self) -> None:
-        """Refresh the mark if the thread could not: a process that was stopped for hours must not commit under it."""
+        """Refresh the marks if the thread could not: who was stopped for hours must not commit under old ones."""
         if time.monotonic() - self._put_at > OVERDUE_SECONDS:
             self._put()
 
+    def make_lasting(self) -> None:
+        """The marks of a striped checkpoint stay: by them a reader knows which root is which."""
+        self._state = "striped"
+        self._put()
+
     def _put(self) -> None:
-        self._store.put(self._key, Bytes(self._content))
+        for root, store in enumerate(self._stores):
+            content = mark_content(self._attempt, self._state, stripe=[root, len(self._stores)])
+            store.put(mark_name(self._attempt), Bytes(content))
         self._put_at = time.monotonic()
 
     def _refresh(self) -> None:
@@ -62,35 +70,51 @@ class Mark:
 
 
 def mark_content(attempt: str, state: str, **more: Any) -> bytes:
-    """The JSON of a mark. `state`: `writing`, or `superseded` with the `files` that are no longer needed."""
+    """The JSON of a mark.
+
+    `state`: `writing`; `striped` for a part of a committed checkpoint over several roots; `superseded` with the
+    `files` that are no longer needed. `stripe`: which root of how many.
+    """
     who = {"host": socket.gethostname(), "pid": os.getpid()}
-    return strictjson.dumps(
-        {"schema": MARK_SCHEMA, "attempt": attempt, "state": state, "time": utc_now(), "stripe": [0, 1], **who, **more}
-    )
+    base = {"schema": MARK_SCHEMA, "attempt": attempt, "state": state, "time": utc_now(), "stripe": [0, 1]}
+    return strictjson.dumps({**base, **who, **more})
 
 
-def check_written(store: Store, index: Index) -> None:
-    """That every file the index names is in the store, with its size. Raises StoreError."""
+def check_written(stores: Sequence[Store], index: Index) -> None:
+    """That every file the index names is there, with its size. Raises StoreError."""
     for file in index.files:
-        found = store.stat(file.path)
+        found = stores[file.root].stat(file.path)
         if found.nbytes != file.nbytes:
             raise StoreError(f"{file.path!r} has {found.nbytes} bytes after it was written, {file.nbytes} were sent")
 
 
-def commit(store: Store, attempt: str, data: bytes, replaces: str | None) -> None:
+def commit(store: Store, attempt: str, data: bytes, replaces: str | None, *, single_writer: bool = False) -> None:
     """Write the index, last and atomically. `replaces`: the version that it may replace, None for none.
+
+    With `single_writer`, a store without conditional puts is looked at first, and then trusted.
 
     Raises CheckpointExists where another save was first, CommitUnknown where it can't be found out.
     """
+    trusted = single_writer and not store.capabilities.exclusive
     for _ in range(_TRIES):
         try:
-            store.put(NAME, Bytes(data), if_absent=replaces is None, if_match=replaces)
+            if trusted:
+                _put_unguarded(store, data, replaces)
+            else:
+                store.put(NAME, Bytes(data), if_absent=replaces is None, if_match=replaces)
         except (StoreUnavailable, CheckpointExists, KeyMissing) as error:
             if _resolved(store, attempt, replaces, error):
                 return
         else:
             return
     raise CommitUnknown(f"{store.url}: the store did not say whether the checkpoint was committed; no file was removed")
+
+
+def _put_unguarded(store: Store, data: bytes, replaces: str | None) -> None:
+    found = find_index(store)
+    if (found.version if found else None) != replaces:
+        raise CheckpointExists(f"{store.url} was saved by another process at the same time")
+    store.put(NAME, Bytes(data))
 
 
 def _resolved(store: Store, attempt: str, replaces: str | None, error: StoreError | CheckpointExists) -> bool:

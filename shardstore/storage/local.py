@@ -12,16 +12,21 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from typing import TypeVar
 
 from shardstore.errors import InvalidArgument, KeyMissing, StoreError, StoreUnavailable
 from shardstore.storage import claims, mounts, posix, walk
+from shardstore.storage.appending import Appender
 from shardstore.storage.content import version_of
 from shardstore.storage.folders import TRIES, Folders
 from shardstore.storage.handles import Handles
 from shardstore.storage.port import Blob, Body, Capabilities, Entry, check_key
+from shardstore.storage.sharing import FileBody
 
 DAY = 86_400.0
+_BLINKS = (0.1, 0.4)
+
+T = TypeVar("T")
 
 
 class LocalStore:
@@ -48,17 +53,24 @@ class LocalStore:
         self._claim_age = claim_age
         self._claim_wait = claim_wait
         self._sleep = sleep
+        self._kind_found: str | None = None
 
     @property
     def capabilities(self) -> Capabilities:
         """Depends on the file system on which the root lies."""
         return mounts.capabilities(self._kind)
 
-    @cached_property
+    @property
     def _kind(self) -> str:
-        return mounts.file_system(self._folders.root)
+        # No `functools.cached_property`: before Python 3.12 a mount that hangs would hold its lock for all stores.
+        if self._kind_found is None:
+            self._kind_found = mounts.file_system(self._folders.root)
+        return self._kind_found
 
     # -- writing
+
+    def prepare(self) -> None:
+        """Nothing is to be found out: the file system is known."""
 
     def put(self, key: str, body: Body, *, if_absent: bool = False, if_match: str | None = None) -> None:
         """Write a file as the port says. If only the last flush of the folder fails, the new file is there already."""
@@ -87,7 +99,7 @@ class LocalStore:
         raise StoreUnavailable(message, filename=self._shown(key))
 
     def delete(self, key: str) -> None:
-        """Remove a file, durably, and the folders below the root that are empty then."""
+        """Remove a file, durably, and the folders below the root that are empty then (on FUSE they stay)."""
         *parts, name = check_key(key).split("/")
         self._handles.drop(key)
         try:
@@ -97,7 +109,8 @@ class LocalStore:
                 posix.sync_folder(folder, self._shown(key))
         except KeyMissing:
             return
-        self._prune(parts)
+        if not mounts.is_fuse(self._kind):  # SeaweedFS removes a folder in which a file is just being made
+            self._prune(parts)
 
     def _prune(self, parts: Sequence[str]) -> None:
         """Remove folders that are empty, from the inmost to below the root; the first that can't go ends it."""
@@ -114,7 +127,7 @@ class LocalStore:
 
     def get(self, key: str, *, limit: int) -> Blob:
         """Read a whole small file; its version is the first half of its sha256."""
-        fd = self._open(check_key(key))
+        fd = self._surely(lambda: self._open(check_key(key)))
         try:
             if not mounts.coherent(self._kind):
                 posix.forget_pages(fd)
@@ -144,15 +157,51 @@ class LocalStore:
 
     def stat(self, key: str) -> Entry:
         """Size and time of one key. A link, a folder, a fifo or a device is there, but of the kind `other`."""
-        *parts, name = check_key(key).split("/")
+        return walk.entry(key, self._surely(lambda: self._lstat(check_key(key))))
+
+    def _lstat(self, key: str) -> os.stat_result:
+        *parts, name = key.split("/")
         with self._naming(key), self._folders.open(parts) as folder, posix.failing("looking at", self._shown(key)):
-            return walk.entry(key, os.lstat(name, dir_fd=folder))
+            return os.lstat(name, dir_fd=folder)
+
+    def _surely(self, look: Callable[[], T]) -> T:
+        """Look again before saying that something is missing, where a file may not be seen while it is replaced."""
+        for seconds in _BLINKS if mounts.is_fuse(self._kind) else ():
+            try:
+                return look()
+            except KeyMissing:
+                self._sleep(seconds)
+        return look()
 
     def list(self, prefix: str = "") -> Sequence[Entry]:
         """All files whose key starts with `prefix`; an error in the midst of it is an error."""
         base = tuple(check_key(prefix.rpartition("/")[0]).split("/")) if "/" in prefix else ()
         found = ((walk.key_of(parts), info) for parts, info in walk.files(self._folders, base) if not _is_own(parts))
         return sorted(walk.entry(key, info) for key, info in found if key.startswith(prefix))
+
+    def folders(self) -> Sequence[str]:
+        """The folders directly below the root, but for the store's own; one scan, without a look at any of them."""
+        try:
+            with (
+                self._folders.open([], flags=os.O_RDONLY) as fd,
+                posix.failing("listing", self._folders.shown()),
+                os.scandir(fd) as entries,
+            ):
+                found = [each.name for each in entries if each.is_dir(follow_symlinks=False)]
+        except KeyMissing:
+            return []
+        return sorted(walk.key_of((name,)) for name in found if name != claims.FOLDER)
+
+    def body(self, key: str) -> FileBody:
+        """A file as a body for a put: a store on the same file system then shares its blocks, where that can be."""
+        return FileBody(self._open(check_key(key)), self._shown(key))
+
+    def appender(self, key: str) -> Appender:
+        """A file, made if it is missing, to which bytes are appended. For logs of one writer, never for checkpoints."""
+        self._check_writable_key(key)
+        *parts, name = key.split("/")
+        with self._folders.open(parts, make=True) as folder:
+            return Appender(name, folder, self._shown(key))
 
     def _open(self, key: str) -> int:
         *parts, name = key.split("/")
@@ -208,6 +257,17 @@ class LocalStore:
             for name in self._folders_in([claims.FOLDER, folder], before):
                 self._prune([claims.FOLDER, folder, name])
         self._prune([claims.FOLDER])
+
+    def give_up(self) -> None:
+        """Remove the claims and all empty folders, the root included, as far as that can be. Nobody may write there.
+
+        For a place whose files have been deleted; unlike `delete` on FUSE, too.
+        """
+        self.remove_claims(0.0)
+        for folder in self._folders_in([]):
+            self._prune([folder])
+        with suppress(OSError):
+            os.rmdir(self._folders.root)
 
     def _folders_in(self, parts: Sequence[str], before: float = float("inf")) -> Sequence[str]:
         """Names of the folders in a folder; none if one of its entries is newer than `before`."""

@@ -47,6 +47,9 @@ class MemoryStore:
     def capabilities(self) -> Capabilities:
         return Capabilities(exclusive=True, durable=False, mappable=False, why=_WHY)
 
+    def prepare(self) -> None:
+        """Nothing is to be found out."""
+
     def put(self, key: str, body: Body, *, if_absent: bool = False, if_match: str | None = None) -> None:
         if if_absent and if_match is not None:
             raise InvalidArgument("if_absent and if_match can't both hold")
@@ -94,6 +97,9 @@ class MemoryStore:
         with _TREE.lock:
             found = [(path, len(data), at) for path, (data, at) in _TREE.files.items() if path.startswith(start)]
         return sorted(Entry(path[cut:], nbytes, at) for path, nbytes, at in found)
+
+    def folders(self) -> Sequence[str]:
+        return sorted({entry.key.partition("/")[0] for entry in self.list() if "/" in entry.key})
 
     def delete(self, key: str) -> None:
         with _TREE.lock:

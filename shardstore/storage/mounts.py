@@ -43,16 +43,17 @@ def file_system(path: str) -> str:
 
 def coherent(kind: str) -> bool:
     """Whether all who use a file system of this type see its present state, and not what some cache still holds."""
-    return bool(kind) and kind not in _NETWORK and not _is_fuse(kind)
+    return bool(kind) and kind not in _NETWORK and not is_fuse(kind)
 
 
-def _is_fuse(kind: str) -> bool:
+def is_fuse(kind: str) -> bool:
+    """Whether a program, not the kernel, answers for a file system of this type."""
     return kind.partition(".")[0] in {"fuse", "fuseblk"}
 
 
 def capabilities(kind: str) -> Capabilities:
     """What a local store can promise on a file system of this type. Folders are made exclusively on all of them."""
-    if _is_fuse(kind):
+    if is_fuse(kind):
         why = f"on {kind} another program decides what fsync does; when that fails, a map ends the process with SIGBUS"
         return Capabilities(exclusive=True, durable=False, mappable=False, why=why)
     if kind in _NETWORK:

@@ -7,6 +7,7 @@ where the same call may be made again, `StoreError` where it may not, `Checkpoin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -17,6 +18,7 @@ MAX_KEY_BYTES = 1024
 MAX_PART_BYTES = 255
 
 
+@functools.lru_cache(maxsize=1024)
 def check_key(key: str) -> str:
     """Return `key` if it can only mean one plain file below the root; raises InvalidArgument otherwise.
 
@@ -90,6 +92,9 @@ class Store(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
 
+    def prepare(self) -> None:
+        """Find out, before a save writes anything, what only a request can tell; then `capabilities` is final."""
+
     def put(self, key: str, body: Body, *, if_absent: bool = False, if_match: str | None = None) -> None:
         """Write a whole file, durably, under its final name at once: readers see the old state or the new one.
 
@@ -116,6 +121,12 @@ class Store(Protocol):
         """Every entry whose key starts with `prefix`, in order of keys, at any depth; nothing if there is no root.
 
         Temporary files of this store's own are left out.
+        """
+
+    def folders(self) -> Sequence[str]:
+        """The names of the folders directly below the root, in order; none if there is no root. Links are none.
+
+        It looks into none of them, so that thousands cost one call.
         """
 
     def delete(self, key: str) -> None:

@@ -16,7 +16,9 @@ from contextlib import suppress
 from types import TracebackType
 
 from shardstore.errors import InvalidArgument, StoreError, StoreUnavailable, from_os_error
+from shardstore.storage import statx
 from shardstore.storage.port import Body
+from shardstore.storage.sharing import share
 
 # Through folders one may pass without being allowed to list them; where the system has no O_PATH, one may not.
 PASS = getattr(os, "O_PATH", os.O_RDONLY)
@@ -135,7 +137,8 @@ def write_synced(name: str, folder: int, body: Body, shown: str) -> None:
 
 def _fill(fd: int, body: Body, shown: str, doing: str) -> None:
     try:
-        _write_all(fd, body, shown, doing)
+        if not share(body, fd):
+            _write_all(fd, body, shown, doing)
         with failing(doing, shown):
             os.fsync(fd)  # if it fails, the kernel forgets the pages: the file is written anew, never flushed again
     except BaseException:
@@ -210,7 +213,8 @@ def close_quietly(fd: int) -> None:
 
 
 def forget_pages(fd: int) -> None:
-    """Have the content of a file read anew from where it lies, not from this machine's memory."""
+    """Have the size and the content of a file read anew from where it lies, not from this machine's memory."""
+    statx.refresh(fd)
     with suppress(OSError):  # advice: not every system takes it
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -51,6 +51,9 @@ class RetryingStore:
     def capabilities(self) -> Capabilities:
         return self.inner.capabilities
 
+    def prepare(self) -> None:
+        self._again("prepare", "", self.inner.prepare)
+
     def put(self, key: str, body: Body, *, if_absent: bool = False, if_match: str | None = None) -> None:
         if if_absent or if_match is not None:
             self.inner.put(key, body, if_absent=if_absent, if_match=if_match)
@@ -72,6 +75,9 @@ class RetryingStore:
     def list(self, prefix: str = "") -> Sequence[Entry]:
         return self._again("list", prefix, lambda: tuple(self.inner.list(prefix)))
 
+    def folders(self) -> Sequence[str]:
+        return self._again("folders", "", self.inner.folders)
+
     def delete(self, key: str) -> None:
         self._again("delete", key, lambda: self.inner.delete(key))
 
@@ -82,6 +88,10 @@ class RetryingStore:
         self.inner.close()
 
     def _again(self, call: str, key: str, make: Callable[[], T]) -> T:
+        try:
+            return make()  # without further ado, since there may be thousands of calls
+        except StoreUnavailable as error:
+            first = error
         tries = stamina.retry_context(
             on=StoreUnavailable,
             attempts=self._attempts,
@@ -93,6 +103,8 @@ class RetryingStore:
         for attempt in tries:
             with attempt:
                 try:
+                    if attempt.num == 1:
+                        raise first
                     return make()
                 except StoreUnavailable as error:
                     if attempt.num < self._attempts:

@@ -73,7 +73,7 @@ class Reader:
     def _runs(self, job: Job) -> Iterator[range]:
         """The blocks of a job in neighbours that one call of the store fetches together."""
         most = max(1, job.store.capabilities.read_bytes // self._index.block)
-        first = last = -1
+        first, last = -1, -2  # so that block 0 begins a run, too
         for number in job.blocks:
             if number != last + 1 or number - first == most:
                 if first >= 0:

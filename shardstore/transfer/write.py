@@ -59,13 +59,14 @@ class HashedBody:
         self.blocks = b"".join(blocks)
 
 
-def put_all(store: Store, bodies: Sequence[tuple[str, HashedBody]], threads: int) -> None:
+def put_all(files: Sequence[tuple[Store, str, HashedBody]], threads: int) -> None:
     """Write every body under its key, the largest first. The first error stops what has not begun, and is raised."""
 
-    def put(item: tuple[str, HashedBody]) -> None:
-        store.put(item[0], item[1])
+    def put(file: tuple[Store, str, HashedBody]) -> None:
+        store, key, body = file
+        store.put(key, body)
 
-    in_parallel(put, sorted(bodies, key=lambda item: -item[1].nbytes), threads)
+    in_parallel(put, sorted(files, key=lambda file: -file[2].nbytes), threads)
 
 
 def in_parallel(work: Callable[[T], object], items: Sequence[T], threads: int) -> None:

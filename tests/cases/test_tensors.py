@@ -252,6 +252,11 @@ def test_T08_a_target_that_overlaps_itself_is_refused(tmp_path: Path):
     with pytest.raises((Mismatch, InvalidArgument), match="row"):
         shardstore.load(tmp_path / "c", into={"a": other, "row": base.expand(3, 4)})
     assert base.tolist() == other.tolist() == [7, 7, 7, 7]
+    shardstore.save({"windows": torch.arange(12.0).view(4, 3)}, tmp_path / "d")
+    base = torch.full((6,), 7.0)
+    with pytest.raises((Mismatch, InvalidArgument), match="windows"):
+        shardstore.load(tmp_path / "d", into={"windows": base.unfold(0, 3, 1)})
+    assert (base == 7).all()
 
 
 # ------------------------------------------------------------------------------------------------ dtypes
@@ -300,6 +305,7 @@ def test_T09_our_table_of_dtypes_knows_all_of_this_torch():
     assert set(DTYPES) - QUANTIZED - aliases == set(KNOWN)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_T09_one_unsupported_tensor_refuses_the_whole_save_in_place(tmp_path: Path):
     """Among many good tensors a bad one is found before the first write, and what was there before stays."""
     good = {f"w{i}": torch.randn(100) for i in range(20)}

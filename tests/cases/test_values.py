@@ -85,7 +85,8 @@ def test_N01_numpy_arrays_of_every_dtype_and_order(tmp_path: Path, dtype: str):
     frozen.flags.writeable = False
     state = {
         "a": base, "t": base.T, "f": np.asfortranarray(base), "s": base[::-1, ::5], "z": np.array(base[1, 1]),
-        "e": base[:0], "b": np.broadcast_to(base[0], (3, 12)), "r": frozen, "l": [base[0], {"x": base[1]}],
+        "e": base[:0], "b": np.broadcast_to(base[0], (3, 12)), "n": base[0, ::-1][:1], "m": base[:0][::-1],
+        "r": frozen, "l": [base[0], {"x": base[1]}],
     }  # fmt: skip
     before = {key: value.copy() for key, value in state.items() if isinstance(value, np.ndarray)}
     loaded = round_trip({"arrays": state}, tmp_path / "c")["arrays"]

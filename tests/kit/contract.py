@@ -119,6 +119,8 @@ def together(count: int, work: Callable[[int], object]) -> list[object]:
 class StoreContract:
     """What every store must keep. `make_store` gives a fresh handle on one and the same empty place at each call."""
 
+    lists_what_is_being_replaced: bool = True
+
     @pytest.fixture
     def store(self, make_store: MakeStore) -> Iterator[Store]:
         made = make_store()
@@ -354,11 +356,11 @@ class StoreContract:
         assert keys(store) == ["k"]
 
     def test_times(self, store: Store):
-        """`modified` and `now` are of one clock."""
+        """`modified` and `now` are of one clock, to the second."""
         before = store.now()
         store.put("k", Bytes(b"x"))
         after = store.now()
-        assert before - 0.1 <= store.stat("k").modified <= after + 0.1
+        assert before - 2 <= store.stat("k").modified <= after + 2
         assert store.stat("k") == next(iter(store.list()))
 
     # -- conditions
@@ -437,7 +439,7 @@ class StoreContract:
             store, kinds = make_store(), set()
             while not done.is_set():
                 kinds.add(len(set(read(store, "k"))))
-                assert [e.nbytes for e in store.list()] == [size]
+                assert [e.nbytes for e in store.list()] == [size] or not self.lists_what_is_being_replaced
             store.close()
             return kinds
 
@@ -462,7 +464,8 @@ class StoreContract:
                 assert store.stat(f"d/e/{number}").nbytes == number
                 store.delete(f"d/e/{number}")
 
-        assert together(4, one) == [None] * 4
+        results = together(4, one)
+        assert results == [None] * 4, results
         assert keys(store) == []
         store.close()
 

@@ -16,7 +16,7 @@ from shardstore.storage.port import Blob, Body, Capabilities, Entry, Store
 T = TypeVar("T")
 
 CHANGING = frozenset({"put", "delete"})
-READING = frozenset({"get", "read_into", "map", "stat", "list", "now"})
+READING = frozenset({"get", "read_into", "map", "stat", "list", "folders", "now"})
 CALLS = CHANGING | READING
 PATIENCE_S = 60.0  # how long a gate holds before the test is given up
 
@@ -36,6 +36,9 @@ class Wrapper:
     def capabilities(self) -> Capabilities:
         return self.inner.capabilities
 
+    def prepare(self) -> None:
+        self.inner.prepare()
+
     def put(self, key: str, body: Body, *, if_absent: bool = False, if_match: str | None = None) -> None:
         self.around("put", key, lambda: self.inner.put(key, body, if_absent=if_absent, if_match=if_match))
 
@@ -53,6 +56,9 @@ class Wrapper:
 
     def list(self, prefix: str = "") -> Iterable[Entry]:
         return self.around("list", prefix, lambda: tuple(self.inner.list(prefix)))
+
+    def folders(self) -> Sequence[str]:
+        return self.around("folders", "", self.inner.folders)
 
     def delete(self, key: str) -> None:
         self.around("delete", key, lambda: self.inner.delete(key))

@@ -49,12 +49,8 @@ def _running(log: Path, *command: str | Path) -> Iterator[subprocess.Popen[bytes
         try:
             yield process
         finally:
-            process.terminate()
-            try:
-                process.wait(PATIENCE_S / 2)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()  # all that it holds is thrown away
+            process.wait()
 
 
 def _wait_for(condition: object, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -11,7 +11,7 @@ from unittest import mock
 from shardstore import storage
 from shardstore.storage import RetryingStore, Store
 
-USERS = ("shardstore.saving.api", "shardstore.loading.source", "shardstore.check.verifying")
+USERS = ("shardstore.storage.roots",)
 
 
 @contextmanager

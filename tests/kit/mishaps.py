@@ -10,6 +10,7 @@ from typing import Literal
 from xml.sax.saxutils import escape
 
 from tests.kit.proxy import PATIENCE_S, Action, Exchange, Hangup, Headers, resigned, with_query
+from tests.kit.sigv4 import sign
 
 # -- answers that the server did not give
 
@@ -207,6 +208,19 @@ def ignoring_conditions(exchange: Exchange) -> None:
     ignored = {"if-match", "if-none-match"}
     resigned(exchange, request.target, [header for header in request.headers if header[0].lower() not in ignored])
     exchange.pass_on()
+
+
+def signed_by(access_key: str) -> Action:
+    """Sign the request as somebody whom the server knows: so credentials may be valid that it has never heard of."""
+
+    def sign_again(exchange: Exchange) -> None:
+        request = exchange.request
+        secret = exchange.proxy.secrets[access_key]
+        headers = [header for header in request.headers if header[0].lower() != "x-amz-security-token"]
+        request.headers = sign(request.method, request.target, headers, secret, access_key)
+        exchange.pass_on()
+
+    return sign_again
 
 
 # -- clients that die

@@ -8,18 +8,23 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import stamina
 
+from shardstore.errors import KeyMissing
 from shardstore.events import to_log
+from shardstore.index import NAME
 from shardstore.storage import s3
 from shardstore.storage.s3 import S3Store
 from tests.kit.proxy import FaultProxy
-from tests.kit.seaweed import KEY, OTHER_KEY, OTHER_SECRET, SECRET, SeaweedFS
+from tests.kit.weed import ACCESS_KEY, SECRET_KEY, Weed, server
 
 BUCKET = "bucket"
 MIB = 1 << 20
@@ -27,7 +32,7 @@ MIB = 1 << 20
 
 def options_for(endpoint: str, **more: Any) -> dict[str, Any]:
     """`storage_options` for the server, or a proxy in front of it."""
-    return {"key": KEY, "secret": SECRET, "endpoint_url": endpoint, **more}
+    return {"key": ACCESS_KEY, "secret": SECRET_KEY, "endpoint_url": endpoint, **more}
 
 
 def hasty(endpoint: str, **more: Any) -> dict[str, Any]:
@@ -42,13 +47,14 @@ class Place:
 
     url: str
     store: S3Store
+    options: dict[str, Any]
 
     @property
     def prefix(self) -> str:
         return self.url.split("/", 3)[3] + "/"
 
-    def keys(self) -> set[str]:
-        """What lies there."""
+    def names(self) -> set[str]:
+        """The keys of what lies there."""
         return {entry.key for entry in self.store.list()}
 
     def read(self, key: str) -> bytes:
@@ -57,7 +63,9 @@ class Place:
 
     def index(self) -> dict[str, Any] | None:
         """The index as plain JSON, None where there is none."""
-        return json.loads(self.read("shardstore.json")) if "shardstore.json" in self.keys() else None
+        with suppress(KeyMissing):
+            return json.loads(self.read(NAME))
+        return None
 
     def uploads(self) -> list[str]:
         """The keys of multipart uploads that are neither complete nor aborted."""
@@ -66,40 +74,50 @@ class Place:
 
 
 @pytest.fixture(scope="session")
-def seaweed() -> Iterator[SeaweedFS]:
+def seaweed() -> Iterator[Weed]:
     """The server, with one bucket."""
-    with SeaweedFS() as server:
-        store = S3Store(f"s3://{BUCKET}", options_for(server.s3), to_log)
+    with tempfile.TemporaryDirectory(prefix="shardstore-test-") as folder, ExitStack() as stack:
+        made = _started(Path(folder), stack)
+        store = S3Store(f"s3://{BUCKET}", options_for(made.s3), to_log)
         store._client.call("create_bucket")
-        store.close()
-        yield server
+        yield made
+
+
+def _started(folder: Path, stack: ExitStack) -> Weed:
+    """A server; started again, with other ports, where somebody took one of them in the meantime."""
+    for number in range(3):
+        with suppress(RuntimeError):
+            return stack.enter_context(server(folder / str(number), s3=True))
+    return stack.enter_context(server(folder / "last", s3=True))
 
 
 @pytest.fixture
-def place(seaweed: SeaweedFS) -> Iterator[Place]:
+def place(seaweed: Weed) -> Iterator[Place]:
     """An empty place."""
     url = f"s3://{BUCKET}/{secrets.token_hex(6)}/run/step-7"
-    store = S3Store(url, options_for(seaweed.s3), to_log)
-    yield Place(url, store)
+    options = options_for(seaweed.s3)
+    store = S3Store(url, options, to_log)
+    yield Place(url, store, options)
     store.close()
 
 
-@pytest.fixture
-def proxy(seaweed: SeaweedFS) -> Iterator[FaultProxy]:
-    """A proxy in front of the server that does nothing yet."""
-    with FaultProxy(seaweed.ports["s3.port"], {KEY: SECRET, OTHER_KEY: OTHER_SECRET}) as made:
+@pytest.fixture(scope="session")
+def _proxy(seaweed: Weed) -> Iterator[FaultProxy]:
+    with FaultProxy(int(seaweed.s3.rpartition(":")[2]), {ACCESS_KEY: SECRET_KEY}) as made:
         yield made
-    s3._probed.clear()  # a later proxy may get the same port
+
+
+@pytest.fixture
+def proxy(_proxy: FaultProxy) -> Iterator[FaultProxy]:
+    """A proxy in front of the server that does nothing yet. What a server does with conditions is not known yet."""
+    s3._probed.clear()
+    yield _proxy
+    _proxy.clear()
+    s3._probed.clear()
 
 
 @pytest.fixture
 def no_waits() -> Iterator[None]:
     """Retries are made at once."""
-    stamina.set_testing(True, attempts=64, cap=True)
-    yield
-    stamina.set_testing(False)
-
-
-def probed(options: Mapping[str, Any]) -> None:
-    """Let the store find out now what the server does with conditions, so that the requests of a test are its own."""
-    s3._probed[str(options["endpoint_url"]), BUCKET] = True
+    with stamina.set_testing(True, attempts=64, cap=True):
+        yield

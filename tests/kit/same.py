@@ -27,7 +27,7 @@ def assert_same(one: Any, two: Any, where: str = "state") -> None:
         _same_tensors(one, two, where)
     elif isinstance(one, np.ndarray | np.generic):
         assert one.dtype == two.dtype, f"{where}: {one.dtype!r} and {two.dtype!r}"
-        assert one.dtype.byteorder == two.dtype.byteorder, where
+        assert one.dtype.str == two.dtype.str, where
         assert np.shape(one) == np.shape(two), f"{where}: {np.shape(one)} and {np.shape(two)}"
         assert np.asarray(one).tobytes() == np.asarray(two).tobytes(), f"{where}: {one!r} and {two!r}"
     elif isinstance(one, dict):
@@ -104,10 +104,10 @@ def tensors_in(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[A
 
 
 def ties(state: Any) -> set[frozenset[tuple[Any, ...]]]:
-    """Groups of two and more non-empty tensors that show the same memory."""
+    """Groups of two and more non-empty tensors that show the same memory in the same way."""
     groups: dict[Any, set[tuple[Any, ...]]] = {}
     for path, tensor in tensors_in(state):
         if tensor.numel():
-            view = (tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride() if tensor.numel() > 1 else ())
-            groups.setdefault(view, set()).add(path)
+            how = tensor.shape, tensor.dtype, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+            groups.setdefault((tensor.data_ptr(), how), set()).add(path)
     return {frozenset(group) for group in groups.values() if len(group) > 1}

@@ -68,6 +68,7 @@ def test_L04_order_of_a_put(tmp_path: Path):
 
 def test_L04_order_of_a_conditional_put(store: LocalStore):
     """The same for the index: flushed, claimed, looked at, put into place, and the folder flushed."""
+    assert store.capabilities.exclusive  # after this, the kind of file system is known
     with trouble() as spy:
         store.put("index", Bytes(b"x"), if_absent=True)
     assert spy.seen("mkdir", "fsync", "write", "rename", "unlink", "lstat") == [

@@ -27,10 +27,12 @@ def mounts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Pat
 
 
 class TestFuse(SharedStoreContract):
+    lists_what_is_being_replaced = False
+
     @pytest.fixture
     def make_store(self, mounts: tuple[Path, Path]) -> MakeStore:
         root = mounts[0] / f"root{next(_numbers)}"
-        return lambda: LocalStore(root)
+        return lambda: LocalStore(root, claim_age=0.0, claim_wait=0.1)  # or names would be free again only after 10 s
 
 
 def test_what_fuse_can_not_promise(mounts: tuple[Path, Path]):

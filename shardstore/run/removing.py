@@ -1,0 +1,103 @@
+"""Removing checkpoints that retention lets go. The index goes first, so that what is half removed is never listed."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+from shardstore import strictjson
+from shardstore.check import MARK_SCHEMA, find_index, plan_leftovers, remove
+from shardstore.errors import KeyMissing, ShardstoreError
+from shardstore.index import HF_NAME, MAX_BYTES, Index, mark_name, origin_of
+from shardstore.index import NAME as INDEX
+from shardstore.run import marks
+from shardstore.run.documents import fetch, utc_now
+from shardstore.run.listing import RunCheckpoint
+from shardstore.storage import Bytes, LocalStore, Store, unwrap
+
+
+def remove_checkpoint(place: Store, attempt: str) -> list[str]:
+    """Remove the checkpoint of that attempt from the store at its folder. Never raises: returns what went wrong.
+
+    A mark with all its files is written first and goes last: what a dead process leaves, `prune --leftovers` takes.
+    """
+    try:
+        found = find_index(place)
+        if found is None:
+            return []
+        if found.index.attempt != attempt:
+            return [f"{place.url} holds another checkpoint than {attempt} by now: not touched"]
+        return _remove(place, found.index)
+    except ShardstoreError as error:
+        return [f"{place.url}: {error}"]
+
+
+def remove_from_run(run: Store, place: Store, checkpoint: RunCheckpoint) -> list[str]:
+    """Remove a checkpoint that retention lets go, unless it is pinned by now. Never raises: returns what went wrong."""
+    if checkpoint.state != "committed":
+        return [f"{checkpoint.name} is {checkpoint.state}: not touched"]
+    try:
+        if fetch(run, marks.key_of("pin", checkpoint.attempt)):
+            return [f"{checkpoint.name} is pinned: not touched"]
+        errors = remove_checkpoint(place, checkpoint.attempt)
+        if not errors and checkpoint.quarantined:
+            marks.remove(run, "quarantine", checkpoint.attempt)
+        return errors
+    except ShardstoreError as error:
+        return [f"{checkpoint.name}: {error}"]
+
+
+def _remove(place: Store, index: Index) -> list[str]:
+    place.put(mark_name(index.attempt), Bytes(_mark(index)))
+    place.delete(INDEX)  # flushed: what follows can't become durable before it
+    errors = []
+    for key in _data(place, index):
+        try:
+            place.delete(key)
+        except ShardstoreError as error:
+            errors.append(str(error))
+    if not errors:
+        place.delete(mark_name(index.attempt))
+        give_up(place)
+    return errors
+
+
+def _data(place: Store, index: Index) -> Iterator[str]:
+    yield from (file.path for file in index.files)
+    try:
+        derived = place.get(HF_NAME, limit=MAX_BYTES).data
+    except KeyMissing:
+        return
+    if origin_of(derived, index.attempt) == "ours":
+        yield HF_NAME
+
+
+def _mark(index: Index) -> bytes:
+    files = [file.path for file in index.files]
+    who = {"host": socket.gethostname(), "pid": os.getpid()}
+    members = {"schema": MARK_SCHEMA, "attempt": index.attempt, "state": "superseded", "time": utc_now()}
+    return strictjson.dumps({**members, "stripe": [0, 1], **who, "files": files})
+
+
+def give_up(place: Store) -> None:
+    """Remove an empty folder with what the store itself has left in it; only local stores have folders."""
+    local = unwrap(place)
+    if isinstance(local, LocalStore):
+        local.give_up()
+
+
+def sweep(place: Store) -> list[str]:
+    """Remove what a dead save, or a removal that died, has left in a folder without index. Returns what went wrong."""
+    errors: list[str] = []
+    try:
+        if find_index(place) is not None:
+            return []
+        for left in plan_leftovers(place):
+            if left.removable:
+                errors += remove(left, place)
+        if not errors and not any(True for _ in place.list()):
+            give_up(place)
+    except ShardstoreError as error:
+        errors.append(f"{place.url}: {error}")
+    return errors

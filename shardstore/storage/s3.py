@@ -1,0 +1,254 @@
+"""A store in a bucket: S3, and services that speak it, through s3fs.
+
+Objects are published whole: a small one by one PUT, a large one by a multipart upload whose parts are sent in parallel
+from the memory they lie in. Nothing is ever copied or renamed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from shardstore.errors import CheckpointExists, InvalidArgument, StoreError, StoreUnavailable
+from shardstore.events import Listener
+from shardstore.storage import multipart
+from shardstore.storage.port import Blob, Body, Capabilities, Entry, check_key
+from shardstore.storage.s3_client import Client, NotImplementedThere
+
+PART = 16 * 1024 * 1024
+IN_FLIGHT = 16
+_OPTIONS = ("part_bytes", "in_flight", "attempts", "timeout_s")
+
+_PROBE = re.compile(r"(?:.*/)?\.probe-[0-9a-f]{16}")
+_NO_TAG = '"none"'
+
+_probed: dict[tuple[str, str, str], bool] = {}
+_probing = threading.Lock()
+
+
+class S3Store:
+    """Objects below `s3://bucket/prefix`. `storage_options` are those of s3fs and ours.
+
+    `part_bytes` (default 16 MiB, 5 MiB to 5 GiB): bytes of a part of an upload. `in_flight` (default 16): parts sent at
+    once. `attempts` (default 8), `timeout_s` (default 300): how often, and for how long, a request is tried.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any], listener: Listener) -> None:
+        bucket, _, prefix = url.partition("://")[2].partition("/")
+        if len(bucket) < 3:  # noqa: PLR2004 - the rule of S3
+            raise InvalidArgument(f"{url!r} names no bucket: s3://bucket/prefix")
+        self.url = url
+        self._prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
+        ours = {name: options[name] for name in _OPTIONS if name in options}
+        theirs = {name: value for name, value in options.items() if name not in _OPTIONS}
+        self._settings = multipart.Settings(ours.get("part_bytes", PART), ours.get("in_flight", IN_FLIGHT))
+        self._client = Client(
+            theirs, bucket, attempts=ours.get("attempts", 8), timeout_s=ours.get("timeout_s", 300), listener=listener
+        )
+        self._uploads = multipart.Uploads(self._client, self._settings)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """`exclusive` until a probe, made before the first conditional put, has found that it is not."""
+        return Capabilities(
+            exclusive=_probed.get(self._place("IfNoneMatch"), True), durable=True, mappable=False,
+            why="it lies in an object store",
+            read_bytes=self._settings.part_bytes, connections=self._settings.in_flight,
+        )  # fmt: skip
+
+    # -- writing
+
+    def prepare(self) -> None:
+        """Probe, once for each bucket and process, whether the server honours the conditions of a commit."""
+        self._honours("IfNoneMatch")
+
+    def put(self, key: str, body: Body, *, if_absent: bool = False, if_match: str | None = None) -> None:
+        """Publish an object. A conditional put is one request, sent once: what its lost answer means, reading tells."""
+        if if_absent and if_match is not None:
+            raise InvalidArgument("if_absent and if_match can't both hold")
+        name = self._name(key)
+        if if_absent or if_match is not None:
+            self._put_if(name, body, if_match)
+        else:
+            self._uploads.put(name, body)
+
+    def _put_if(self, name: str, body: Body, if_match: str | None) -> None:
+        if not self._honours("IfNoneMatch" if if_match is None else "IfMatch"):
+            raise InvalidArgument(
+                f"{self.url} does not honour conditions on a PUT: say single_writer=True if nobody else writes there"
+            )
+        if if_match is None:
+            self._uploads.put_once(name, body, {"IfNoneMatch": "*"})
+            return
+        try:
+            # S3 takes an empty tag for no condition at all
+            self._uploads.put_once(name, body, {"IfMatch": if_match or _NO_TAG})
+        except CheckpointExists:
+            self._client.call("head_object", Key=name)  # KeyMissing where there is nothing to match
+            raise
+
+    def _honours(self, condition: str) -> bool:
+        """Whether a PUT under a condition that does not hold is refused; asked once for each bucket and process."""
+        place = self._place(condition)
+        with _probing:
+            if place not in _probed:
+                _probed[place] = self._probe(condition)
+            return _probed[place]
+
+    def _place(self, condition: str) -> tuple[str, str, str]:
+        fs = self._client.fs
+        return str(fs.endpoint_url or fs.client_kwargs.get("endpoint_url")), self._client.bucket, condition
+
+    def _probe(self, condition: str) -> bool:
+        return self._client.wait(self._client.again("probe", self._prefix, lambda: self._probe_once(condition)))
+
+    async def _probe_once(self, condition: str) -> bool:
+        name = f"{self._prefix}.probe-{secrets.token_hex(8)}"
+        put = self._uploads.prepared(name, [[memoryview(b"probe")]])
+        try:
+            await self._uploads.send_once(put, {"IfNoneMatch": "*"})
+            await self._uploads.send_once(put, {condition: "*" if condition == "IfNoneMatch" else _NO_TAG})
+        except CheckpointExists:
+            return True
+        except NotImplementedThere:
+            return False
+        finally:
+            with contextlib.suppress(StoreError):
+                await self._client.request("delete_object", Key=name)
+        return False
+
+    def delete(self, key: str) -> None:
+        """Remove an object; none of that name is fine."""
+        self._client.call("delete_object", Key=self._name(key))
+
+    # -- reading
+
+    def get(self, key: str, *, limit: int) -> Blob:
+        """Read a small object by one request; its version is its ETag."""
+        return self._client.wait(self._get(self._name(key), limit))
+
+    async def _get(self, name: str, limit: int) -> Blob:
+        async def once() -> Blob:
+            answer = await self._client.once("get_object", Key=name)
+            async with answer["Body"] as body:
+                if answer["ContentLength"] > limit:
+                    where = self._client.where(name)
+                    raise StoreError(
+                        f"{where!r} holds {answer['ContentLength']} bytes, {limit} are allowed", filename=where
+                    )
+                data = await self._read_all(body, name, answer["ContentLength"])
+            return Blob(data, answer["ETag"])
+
+        return await self._client.again("get", name, once)
+
+    async def _read_all(self, body: Any, name: str, nbytes: int) -> bytes:
+        data = memoryview(bytearray(nbytes))
+        await self._receive(body, [data], name)
+        return bytes(data)
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers by one ranged request."""
+        total = sum(buffer.nbytes for buffer in buffers)
+        if offset < 0:
+            raise InvalidArgument(f"{key!r} has no byte {offset}")
+        name = self._name(key)
+        if any(buffer.readonly for buffer in buffers):
+            raise InvalidArgument(f"{key!r} can't be read into memory that is read-only")
+        if total:
+            views = [buffer.cast("B") if buffer.format != "B" else buffer for buffer in buffers if buffer.nbytes]
+            self._client.wait(self._read(name, offset, total, views))
+
+    async def _read(self, name: str, offset: int, total: int, buffers: list[memoryview]) -> None:
+        wanted = f"bytes={offset}-{offset + total - 1}"
+
+        async def once() -> None:
+            answer = await self._client.once("get_object", Key=name, Range=wanted)
+            async with answer["Body"] as body:
+                shown = answer.get("ContentRange", "")
+                if not shown.startswith(f"bytes {offset}-{offset + total - 1}/"):
+                    where = self._client.where(name)
+                    raise StoreError(
+                        f"{where!r}: {wanted} were asked for, {shown or 'all'} came: it is cut short", filename=where
+                    )
+                await self._receive(body, buffers, name)
+
+        await self._client.again("read", name, once)
+
+    async def _receive(self, body: Any, buffers: Sequence[memoryview], name: str) -> None:
+        """Move a body into buffers as it comes in; one that ends early may be asked for again."""
+        from aiohttp import ClientError
+
+        where = self._client.where(name)
+        stream = body.raw_stream.content
+        try:
+            async with asyncio.timeout(self._client.patience(sum(map(len, buffers)))):
+                for buffer in buffers:
+                    at = 0
+                    while at < len(buffer):
+                        chunk = await stream.read(len(buffer) - at)
+                        if not chunk:
+                            raise StoreUnavailable(f"reading {where!r} ended too early", filename=where)
+                        buffer[at : at + len(chunk)] = chunk
+                        at += len(chunk)
+        except (ClientError, TimeoutError, ConnectionError) as error:
+            why = str(error) or type(error).__name__
+            raise StoreUnavailable(f"reading {where!r} broke off: {why}", filename=where) from error
+
+    def map(self, key: str) -> memoryview:
+        """Objects can't be mapped."""
+        raise StoreError(f"{self._client.where(self._name(key))!r} can't be mapped: it lies in an object store")
+
+    def stat(self, key: str) -> Entry:
+        """Size and time of one object."""
+        answer = self._client.call("head_object", Key=self._name(key))
+        return Entry(key, answer["ContentLength"], answer["LastModified"].timestamp())
+
+    def list(self, prefix: str = "") -> Sequence[Entry]:
+        """All objects whose key starts with `prefix`, all pages of them, or an error."""
+        return sorted(entry for page in self._pages(Prefix=self._prefix + prefix) for entry in self._entries(page))
+
+    def folders(self) -> Sequence[str]:
+        """The first parts of keys with more than one; the objects themselves are not listed."""
+        pages = self._pages(Prefix=self._prefix, Delimiter="/")
+        found = (each["Prefix"] for page in pages for each in page.get("CommonPrefixes", ()))
+        return sorted(name for prefix in found if (name := prefix[len(self._prefix) : -1]))
+
+    def _entries(self, page: Mapping[str, Any]) -> Iterator[Entry]:
+        for found in page.get("Contents", ()):
+            key = found["Key"][len(self._prefix) :]
+            if key and not key.endswith("/") and not _PROBE.fullmatch(key):
+                yield Entry(key, found["Size"], found["LastModified"].timestamp())
+
+    def _pages(self, **what: Any) -> Iterator[Mapping[str, Any]]:
+        more: dict[str, Any] = {}
+        while True:
+            page = self._client.call("list_objects_v2", **what, **more)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            token = page.get("NextContinuationToken")
+            if not token or more.get("ContinuationToken") == token:
+                raise StoreError(
+                    f"the listing of {self.url!r} says that there is more, but not where", filename=self.url
+                )
+            more = {"ContinuationToken": token}
+
+    # -- the rest
+
+    def now(self) -> float:
+        """The server's clock, from the head of an answer."""
+        from email.utils import parsedate_to_datetime
+
+        answer = self._client.call("list_objects_v2", Prefix=self._prefix, MaxKeys=1)
+        return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"]).timestamp()
+
+    def close(self) -> None:
+        """The connections stay, for those that come after."""
+
+    def _name(self, key: str) -> str:
+        return self._prefix + check_key(key)

@@ -1,0 +1,205 @@
+"""The measuring tool: that it runs everybody, finds wrong results, and judges and renders right."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from benchmarks import __main__ as tool
+from benchmarks import goals, report, states
+from benchmarks.peak import child, extra
+from benchmarks.runner import Settings, library, measure
+from benchmarks.states import Case
+from benchmarks.systems import SYSTEMS
+from benchmarks.tasks import TASKS
+
+PAIRS = [(task, name) for task in TASKS for name, system in SYSTEMS.items() if task in system.calls]
+
+
+@pytest.fixture(scope="module", params=["toy", "toy-many"])
+def case(request):
+    """A toy state."""
+    return Case.of(request.param, threads=2)
+
+
+def settings(shm_path, tmp_path):
+    """A warm-up and one round, in folders of the test."""
+    return Settings(rounds=1, slow=60, memory=shm_path, disk=tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # DCP warns of what it was asked to do
+@pytest.mark.parametrize(("task", "name"), PAIRS)
+def test_every_system_does_every_task_right(task, name, case, shm_path, tmp_path):
+    """Each system gives back the saved bits at each of its tasks, is measured, and leaves no file."""
+    with library(case, shm_path) as shelf:
+        (row,) = measure(case, TASKS[task], [SYSTEMS[name]], shelf, settings(shm_path, tmp_path))
+    assert row.error is None
+    assert len(row.seconds) == len(row.cpu) == 1
+    assert not [*shm_path.iterdir(), *tmp_path.iterdir()]
+
+
+def test_a_wrong_result_is_an_error_and_the_others_go_on(shm_path, tmp_path):
+    """A system that loads other bytes than were saved gets no figure; the next one does."""
+
+    class Wrong(type(SYSTEMS["flat"])):
+        name = "wrong"
+
+        def load_into(self, case, folder):
+            super().load_into(case, folder)
+            case.target["optimizer"]["exp_avg"]["ln_f.bias"][-1] += 1
+
+    case = Case.of("toy", threads=2)
+    with library(case, shm_path) as shelf:
+        systems = [Wrong(), SYSTEMS["flat"]]
+        wrong, right = measure(case, TASKS["load-into"], systems, shelf, settings(shm_path, tmp_path))
+    assert wrong.error is not None
+    assert "optimizer.exp_avg.ln_f.bias has other bytes" in wrong.error
+    assert wrong.seconds == []
+    assert right.error is None
+
+
+def test_a_load_that_does_nothing_is_found(shm_path, tmp_path):
+    """The target is emptied before the checked round, so what an earlier system loaded does not count."""
+
+    class Idle(type(SYSTEMS["flat"])):
+        def load_into(self, case, folder):
+            pass
+
+    case = Case.of("toy", threads=2)
+    with library(case, shm_path) as shelf:
+        _, idle = measure(case, TASKS["load-into"], [SYSTEMS["flat"], Idle()], shelf, settings(shm_path, tmp_path))
+    assert "other bytes" in str(idle.error)
+
+
+def test_what_is_slow_runs_once(shm_path, tmp_path):
+    """A system whose warm-up takes too long keeps that as its only figure, and its files serve the loads."""
+    case = Case.of("toy", threads=2)
+    impatient = Settings(rounds=3, slow=0, memory=shm_path, disk=tmp_path)
+    with library(case, shm_path) as shelf:
+        (row,) = measure(case, TASKS["save"], [SYSTEMS["flat"]], shelf, impatient)
+        assert SYSTEMS["flat"] in shelf
+    assert (len(row.seconds), row.warm) == (1, False)
+    assert not list(shm_path.iterdir())
+
+
+def test_the_large_state_is_what_the_goals_speak_of(monkeypatch):
+    """gpt-124m has 444 tensors, 124M parameters and 1.49 GB."""
+    monkeypatch.setattr(states, "_maker", lambda: lambda shape: torch.empty(shape, device="meta"))
+    tree = states.STATES["gpt-124m"].build()
+    tensors = [tensor for _, tensor in states.leaves(tree)]
+    assert len(tensors) == 444
+    assert sum(tensor.numel() for tensor in tree["model"].values()) == 124_439_808
+    assert sum(tensor.nbytes for tensor in tensors) == 1_493_277_696
+
+
+@pytest.mark.parametrize("task", ["save", "load-into"])
+def test_extra_memory_of_shardstore_is_measured(task, shm_path):
+    """The child's work gives a size, and checks that what was saved or loaded is right."""
+    case = Case.of("toy", threads=2)
+    folder = shm_path / "folder"
+    folder.mkdir()
+    if task == "load-into":
+        SYSTEMS["shardstore"].save(case, folder, durable=False)
+    found = child(case, TASKS[task], SYSTEMS["shardstore"], folder)
+    assert 0 <= found["extra"] < 1 << 30
+
+
+def test_extra_memory_sees_what_is_allocated():
+    """64 MiB that are touched and freed again show up as about 64 MiB."""
+    found, _how = extra(lambda: torch.ones(64 << 20, dtype=torch.uint8))
+    assert 56 << 20 < found < 128 << 20
+
+
+def row(system, task, *seconds, state="gpt-124m", kind="peer"):
+    """A result as the runner stores it: 1 GB in 100,000 tensors."""
+    return {
+        "state": state, "task": task, "system": system, "kind": kind, "call": f"{system}()", "lacks": "",
+        "tensors": 100_000, "nbytes": 10**9, "seconds": list(seconds), "cpu": list(seconds), "warm": True,
+        "error": None,
+    }  # fmt: skip
+
+
+def run(*results, peaks=()):
+    """A whole run with these results."""
+    return {
+        "date": "2026-01-01", "command": "python -m benchmarks", "settings": {"rounds": 3, "threads": 2}, "machine": {},
+        "versions": {}, "results": list(results), "peaks": list(peaks),
+    }  # fmt: skip
+
+
+def verdicts(measured):
+    """Verdicts by state, task and words of the goal."""
+    return {(each.goal.state, each.goal.task, each.goal.text): each for each in goals.judge(measured)}
+
+
+def test_goals_are_judged_by_medians():
+    """The median counts, the fastest of several others is the measure, and what was not measured is neither."""
+    found = verdicts(
+        run(
+            row("shardstore", "save", 9.0, 1.0, 0.1, kind="ours"),
+            row("bare", "save", 0.8, kind="limit"),
+            row("dcp-1", "save", 1.8),
+            row("dcp-2", "save", 1.6),
+            peaks=[{"state": "gpt-124m", "task": "save", "system": "shardstore", "kind": "ours", "extra": 80 << 20}],
+        )
+    )
+    limit = found["gpt-124m", "save", "≥ 0.85 \u00d7 the bare calls"]
+    assert (limit.reached, limit.measured) == (False, "0.80 \u00d7 bare")
+    dcp = found["gpt-124m", "save", "≥ 1.7 \u00d7 the best DCP"]
+    assert (dcp.reached, dcp.measured) == (False, "1.60 \u00d7 dcp-2")
+    assert found["gpt-124m", "save", "≤ 80 MiB"].reached is True
+    assert found["gpt-124m", "load-into", "≤ 80 MiB"].reached is None
+    assert found["gpt-124m", "load-fresh", "≥ 2 \u00d7 load_file + clone"].reached is None
+
+
+def test_small_tensors_are_judged_each():
+    """100,000 tensors in 1.3 seconds are 13 µs a tensor, and plain numpy is no peer."""
+    ours = row("shardstore", "save", 1.3, state="many-small", kind="ours")
+    others = [row("torch", "save", 3.9, state="many-small"), row("flat", "save", 0.2, state="many-small", kind="plain")]
+    found = verdicts(run(ours, *others))
+    each = found["many-small", "save", "≤ 12 µs a tensor"]
+    assert (each.reached, each.measured) == (False, "13 µs a tensor")
+    assert found["many-small", "save", "≥ 3 \u00d7 the best peer"].measured == "3.00 \u00d7 torch"
+
+
+def test_rendering_keeps_what_is_written_by_hand(tmp_path):
+    """Only what stands between the marks changes, also the second time; without marks nothing does."""
+    page = tmp_path / "page.md"
+    page.write_text(f"# Head\n\n{report.BEGIN}\nstale words\n{report.END}\n\n## Notes\n\nBy hand.\n")
+    measured = run(row("shardstore", "save", 1.0, kind="ours"), row("torch", "save", 2.5))
+    for _ in range(2):
+        report.render(json.loads(json.dumps(measured)), page)
+        text = page.read_text()
+        assert text.startswith(f"# Head\n\n{report.BEGIN}\n")
+        assert text.endswith(f"{report.END}\n\n## Notes\n\nBy hand.\n")
+        assert "stale words" not in text
+        assert text.count("| torch | `torch()` | 2.500 | 2.500 | 0.40 | 2.50 | 2.50 \u00d7 |") == 1
+    page.write_text("no marks\n")
+    with pytest.raises(ValueError, match="must hold the lines"):
+        report.render(measured, page)
+    assert page.read_text() == "no marks\n"
+
+
+def test_the_page_can_be_rendered(tmp_path):
+    """docs/benchmarks.md has the marks that the tool looks for."""
+    page = tmp_path / "benchmarks.md"
+    shutil.copy(report.PAGE, page)
+    report.render(run(row("shardstore", "save", 1.0, kind="ours")), page)
+    assert "## Notes" in page.read_text()
+
+
+def test_the_command_line_writes_figures_and_tables(shm_path, tmp_path, capsys, monkeypatch):
+    """One task on a toy: the figures are in --out without any path, and the tables on stdout."""
+    out = tmp_path / "figures.json"
+    words = ["--states", "toy", "--tasks", "save", "load-into", "--systems", "shardstore", "bare", "--rounds", "1"]
+    places = ["--memory", str(shm_path), "--disk", str(tmp_path), "--out", str(out)]
+    monkeypatch.setattr("sys.argv", ["benchmarks", *words, *places])
+    assert tool.main() == 0
+    measured = json.loads(out.read_text())
+    assert {(each["task"], each["system"]) for each in measured["results"]} == {
+        (task, system) for task in ("save", "load-into") for system in ("shardstore", "bare")
+    }
+    assert str(tmp_path) not in out.read_text()
+    assert str(shm_path) not in out.read_text()
+    assert "### toy: load-into" in capsys.readouterr().out
