@@ -41,7 +41,7 @@ class Found:
 )  # fmt: skip
 @_retention.options
 @_program.json_option
-def command(  # noqa: PLR0913 - options of the command line
+def command(
     urls: tuple[str, ...], *, leftovers: bool, yes: bool, hours: int | None, quarantined: bool, as_json: bool,
     **policies: list[Policy],
 ) -> int:  # fmt: skip

@@ -111,7 +111,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """The state without reading its tensors: where one stands, its lazy tensor does."""
         selection = tree.select(self._source.meta, self._source.index.paths, only)
         lazy = {number: LazyTensor(self._source, number) for number in selection.numbers}
-        return tree.restore(selection, self._source.index.paths, lazy)  # type: ignore[arg-type]
+        return tree.outline(selection, self._source.index.paths, lazy)
 
     def close(self) -> None:
         """Give back the files."""

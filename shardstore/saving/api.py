@@ -147,7 +147,8 @@ class _Cleanup:
         self._returnable = False
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
-        lost = isinstance(error, CheckpointExists)  # a definite no: the files can't be needed
+        # a definite no: the files can't be needed
+        lost = isinstance(error, CheckpointExists) or getattr(error, "definite", False)
         if error is None or not (self._returnable or lost):
             return
         with contextlib.suppress(ShardstoreError):  # the marks go last, so that `prune` finds what could not go

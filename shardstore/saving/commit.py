@@ -14,7 +14,15 @@ from typing import Any, Self
 
 from shardstore import strictjson
 from shardstore.check import MARK_SCHEMA, find_index
-from shardstore.errors import CheckpointExists, CommitUnknown, Damaged, KeyMissing, StoreError, StoreUnavailable
+from shardstore.errors import (
+    CheckpointExists,
+    CommitUnknown,
+    Damaged,
+    KeyMissing,
+    ShardstoreError,
+    StoreError,
+    StoreUnavailable,
+)
 from shardstore.index import NAME, Index, mark_name
 from shardstore.storage import Bytes, Store
 
@@ -105,9 +113,21 @@ def commit(store: Store, attempt: str, data: bytes, replaces: str | None, *, sin
         except (StoreUnavailable, CheckpointExists, KeyMissing) as error:
             if _resolved(store, attempt, replaces, error):
                 return
+        except StoreError as error:
+            error.definite = _is_not_ours(store, attempt)  # type: ignore[attr-defined]
+            raise
         else:
             return
     raise CommitUnknown(f"{store.url}: the store did not say whether the checkpoint was committed; no file was removed")
+
+
+def _is_not_ours(store: Store, attempt: str) -> bool:
+    """Whether a store that refused the index for good (it is full, say) shows that it has not taken it."""
+    try:
+        found = find_index(store)
+    except ShardstoreError:
+        return False
+    return found is None or found.index.attempt != attempt
 
 
 def _put_unguarded(store: Store, data: bytes, replaces: str | None) -> None:

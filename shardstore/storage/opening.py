@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from shardstore.errors import InvalidArgument
+from shardstore.errors import InvalidArgument, brief
 from shardstore.events import Listener, to_log
 from shardstore.storage.local import LocalStore
 from shardstore.storage.memory import MemoryStore
@@ -27,9 +27,10 @@ def open_store(
     lives in this process; `s3://` goes through s3fs, all others through fsspec, with `storage_options` as they have
     them. Raises InvalidArgument for a scheme that nobody knows, and for `storage_options` where a store has none.
     """
-    text = os.fspath(url)
+    given: Any = url
+    text = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
     if not isinstance(text, str):
-        raise InvalidArgument(f"a path is text, not {type(text).__name__}: {text!r}")
+        raise InvalidArgument(f"a place is a path or URL as text, not {brief(url)}")
     if not isinstance(url, str) and _FOLDED.match(text):
         raise InvalidArgument(f"{text!r} was a URL before pathlib folded its slashes; give the URL as a str")
     match = _SCHEME.match(text)

@@ -105,7 +105,11 @@ def open_plain(name: str, folder: int, shown: str) -> int:
         if error.errno in {errno.ELOOP, errno.ENXIO}:
             raise _not_a("a plain file", name, folder, shown, error) from error
         raise from_os_error(error, "opening", shown) from error
-    mode = os.fstat(fd).st_mode
+    try:
+        mode = os.fstat(fd).st_mode
+    except OSError as error:
+        os.close(fd)
+        raise from_os_error(error, "opening", shown) from error
     if stat.S_ISREG(mode):
         return fd
     close_quietly(fd)

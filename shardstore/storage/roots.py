@@ -17,21 +17,22 @@ Urls: TypeAlias = Url | Sequence[Url]
 
 def urls_of(urls: Urls) -> list[Url]:
     """The roots that were given, one or several. Raises InvalidArgument for none, or for one given twice."""
-    if not isinstance(urls, (str, os.PathLike, list, tuple)):
+    place: Any = urls
+    if not isinstance(place, (str, os.PathLike, list, tuple)):
         raise InvalidArgument(f"a place is a path or URL, or a list of them, not {brief(urls)}")
     given = list(urls) if isinstance(urls, (list, tuple)) else [urls]
     if not given:
         raise InvalidArgument("give at least one place")
     seen: dict[str, Url] = {}
     for url in given if len(given) > 1 else ():
-        place = _place(url)
-        if place in seen:
+        where = _place(url)
+        if where in seen:
             raise InvalidArgument(f"the root {os.fspath(url)!r} is given twice")
-        seen[place] = url
+        seen[where] = url
     return given
 
 
-def _place(url: Url) -> str:
+def _place(url: Any) -> str:
     """What makes two roots the same."""
     text = os.fspath(url) if isinstance(url, (str, os.PathLike)) else None
     if not isinstance(text, str) or "\0" in text:

@@ -40,8 +40,8 @@ _REMEDIES = {
     "InvalidAccessKeyId": "the access key is unknown: check the credentials and the endpoint",
     "SignatureDoesNotMatch": "the signature does not match: check the secret key and the clock of this machine",
     "RequestTimeTooSkewed": "the clock of this machine is wrong: set it",
-    "PermanentRedirect": "the bucket lies in another region: set client_kwargs={'region_name': ...}, and endpoint_url, if there is one",
-    "301": "the bucket lies in another region: set client_kwargs={'region_name': ...}, and endpoint_url, if there is one",
+    "PermanentRedirect": "the bucket lies in another region: set client_kwargs={'region_name': ...}",
+    "301": "the bucket lies in another region: set client_kwargs={'region_name': ...}",
     "AuthorizationHeaderMalformed": "the region is wrong: set client_kwargs={'region_name': ...}",
 }
 _MISSING = {"NoSuchKey", "404", "NotFound"}

@@ -16,7 +16,7 @@ from shardstore.tree.binding import Binding, Report
 from shardstore.tree.flatten import flatten
 from shardstore.tree.meta import Meta, dump_meta, parse_meta
 from shardstore.tree.registry import register_type
-from shardstore.tree.restore import restore
+from shardstore.tree.restore import outline, restore
 from shardstore.tree.select import Selection, select
 from shardstore.tree.state import Flat, Leaf
 
@@ -31,6 +31,7 @@ __all__ = [
     "dump_meta",
     "flatten",
     "matches",
+    "outline",
     "parse_meta",
     "register_type",
     "restore",

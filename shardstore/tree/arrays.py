@@ -70,6 +70,8 @@ def from_numpy(array: np.ndarray[Any, Any]) -> tuple[torch.Tensor, str]:
     little = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
     if little.dtype.kind in "mM":
         little = little.view("<i8")
+    if min(little.strides, default=0) < 0:
+        little = little.copy()  # over sizes of 0 or 1 numpy lets it pass for C order, torch does not
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a read-only array: we only read as well
         return torch.from_numpy(little), text

@@ -21,11 +21,21 @@ def unfit(tensor: torch.Tensor) -> str:  # noqa: PLR0911 - a list of reasons
         return f"it is a {class_name(tensor)}; load it without into, and convert it"
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return "it is no plain strided tensor; load it without into"
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        return "it is expanded, so several of its elements are one; clone() it first"
+    if not tensor.is_contiguous() and _laps(tensor):
+        return "it is expanded or overlaps itself, so several of its elements are one; clone() it first"
     if tensor.numel() and not tensor.data_ptr():
         return "its memory has been freed; materialise it first"
     return ""
+
+
+def _laps(tensor: torch.Tensor) -> bool:
+    """Whether elements may share memory: each stride must step over all that the smaller ones reach."""
+    reach = 0
+    for stride, size in sorted((t, s) for t, s in zip(tensor.stride(), tensor.shape, strict=True) if s > 1):
+        if stride <= reach:
+            return tensor.numel() > 0
+        reach += stride * (size - 1)
+    return False
 
 
 def spec_of(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:

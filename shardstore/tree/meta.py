@@ -15,7 +15,7 @@ from shardstore.tree.skeleton import MAPPINGS, SEQUENCES, tag
 from shardstore.tree.state import MAX_DEPTH, MIN_RUN, Flat
 
 SCHEMA = "shardstore-meta/1"
-MAX_BYTES = 1 << 29
+MAX_BYTES = 1 << 28
 """Largest meta file that is written or read."""
 
 _MEMBERS = ["schema", "attempt", "flat", "left", "state"]

@@ -29,6 +29,14 @@ def restore(selection: Selection | Meta, paths: Sequence[str], tensors: Mapping[
         raise damaged(str(error)) from None
 
 
+def outline(selection: Selection | Meta, paths: Sequence[str], leaves: Mapping[int, Any]) -> Any:
+    """The state with `leaves` where tensors and arrays stand; of what is made from tensors, its parts."""
+    try:
+        return _Outliner(paths, leaves.__getitem__).node(selection.state)
+    except scalars.BadNode as error:
+        raise damaged(str(error)) from None
+
+
 class Restorer:
     """Makes values of nodes; `lookup` gives the tensor of a number."""
 
@@ -44,7 +52,7 @@ class Restorer:
             if kind is None:
                 return {key: self.node(item) for key, item in node.items()}
             make = _MAKERS.get(kind)
-            return scalars.decode(node) if make is None else make(self, node)
+            return scalars.decode(node) if make is None else getattr(self, make)(node)
         if cls is list:
             return list(node) if all(type(item) in ATOMS for item in node) else [self.node(item) for item in node]
         return node
@@ -52,7 +60,7 @@ class Restorer:
     def _tensor(self, node: Node) -> torch.Tensor:
         return self._flagged(self._lookup(node["$t"]), node)
 
-    def _flagged(self, tensor: torch.Tensor, node: Node) -> torch.Tensor:
+    def _flagged(self, tensor: torch.Tensor, node: Node, /) -> torch.Tensor:
         """A Parameter or a tensor, with requires_grad as saved; the same object where tied leaves ask for the same."""
         parameter = "p" in node
         grad = node.get("g", parameter)
@@ -113,15 +121,31 @@ class Restorer:
             raise Mismatch(f"the decoder of the registered type {codec.name!r} failed: {error}") from error
 
 
-_MAKERS: dict[str, Callable[[Restorer, Node], Any]] = {
-    "$t": Restorer._tensor,  # noqa: SLF001
-    "$tensors": Restorer._run,  # noqa: SLF001
-    **dict.fromkeys(MAPPINGS, Restorer._dict),  # noqa: SLF001
-    "tuple": Restorer._tuple,  # noqa: SLF001
-    "set": Restorer._set,  # noqa: SLF001
-    "frozenset": Restorer._set,  # noqa: SLF001
-    "sparse": Restorer._sparse,  # noqa: SLF001
-    "ndarray": Restorer._ndarray,  # noqa: SLF001
-    "object": Restorer._object,  # noqa: SLF001
-    "custom": Restorer._custom,  # noqa: SLF001
+class _Outliner(Restorer):
+    """Leaves tensors as they are."""
+
+    def _flagged(self, tensor: Any, _node: Node, /) -> Any:
+        return tensor
+
+    def _sparse(self, node: Node) -> Any:
+        return {name: self._tensor(part) for name, part in node["parts"].items()}
+
+    def _ndarray(self, node: Node) -> Any:
+        return self._lookup(node["t"])
+
+    def _custom(self, node: Node) -> Any:
+        return self.node(node["value"])
+
+
+_MAKERS: dict[str, str] = {
+    "$t": "_tensor",
+    "$tensors": "_run",
+    **dict.fromkeys(MAPPINGS, "_dict"),
+    "tuple": "_tuple",
+    "set": "_set",
+    "frozenset": "_set",
+    "sparse": "_sparse",
+    "ndarray": "_ndarray",
+    "object": "_object",
+    "custom": "_custom",
 }

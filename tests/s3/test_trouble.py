@@ -235,7 +235,7 @@ def test_permanent_errors_are_named_at_once(
         shardstore.save(state(AFTER), place.url, threads=1, storage_options=options)
     assert not isinstance(caught.value, StoreUnavailable)
     tried = [(request.key, request.part) for request in proxy.log if request.fault]
-    assert set(Counter(tried).values()) == {1 + (action.__name__ == "ExpiredToken")}
+    assert max(Counter(tried).values()) == 1 + (action.__name__ == "ExpiredToken")
     assert place.names() == set()
     assert place.uploads() == []
 
