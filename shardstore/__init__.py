@@ -30,10 +30,11 @@ if TYPE_CHECKING:
     )
     from shardstore.loading import Checkpoint, LazyTensor, load
     from shardstore.loading import open_checkpoint as open
-    from shardstore.saving import Saved, save
+    from shardstore.saving import Pending, Saved, save, save_async, warm_up
     from shardstore.tree import register_type
 
 _WHERE = {
+    "Pending": "shardstore.saving", "save_async": "shardstore.saving", "warm_up": "shardstore.saving",
     "save": "shardstore.saving", "Saved": "shardstore.saving",
     "load": "shardstore.loading", "open": "shardstore.loading:open_checkpoint",
     "Checkpoint": "shardstore.loading", "LazyTensor": "shardstore.loading",
@@ -59,6 +60,7 @@ __all__ = [
     "KeyMissing",
     "LazyTensor",
     "Mismatch",
+    "Pending",
     "Report",
     "Saved",
     "ShardstoreError",
@@ -73,7 +75,9 @@ __all__ = [
     "open",
     "register_type",
     "save",
+    "save_async",
     "verify",
+    "warm_up",
 ]
 
 

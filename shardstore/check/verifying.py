@@ -32,6 +32,8 @@ from shardstore.transfer import damaged, in_parallel
 
 Kind: TypeAlias = Literal["index", "missing", "size", "damaged", "digest", "header", "meta", "derived", "unreadable"]
 _RESTARTS = 4
+META_SCHEMA = "shardstore-meta/1"
+META_MAX_BYTES = 1 << 29
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,14 +241,11 @@ def _contents(store: Store, index: Index, file: int, reporter: Reporter) -> list
 
 
 def _meaning(index: Index, file: int, first: bytes) -> list[Problem]:
-    """Whether a header says what the index says; whether meta is JSON."""
+    """Whether a header says what the index says; whether meta is the one of this checkpoint."""
     entry = index.files[file]
     if entry.start is None:
-        try:
-            strictjson.loads(first, limit=MAX_BYTES)
-        except strictjson.BadJson as error:
-            return [Problem("meta", entry.path, f"{entry.path} is no JSON: {error}")]
-        return []
+        why = _wrong_meta(index, first)
+        return [Problem("meta", entry.path, f"{entry.path} {why}")] if why else []
     try:
         size = header.length(first, entry.path, entry.nbytes)
         if size + struct.calcsize("<Q") != entry.start:
@@ -257,6 +256,17 @@ def _meaning(index: Index, file: int, first: bytes) -> list[Problem]:
     return [] if shown == _expected(index, file) else [
         Problem("header", entry.path, f"{entry.path}: its header names other tensors than the index"),
     ]  # fmt: skip
+
+
+def _wrong_meta(index: Index, data: bytes) -> str:
+    """What is wrong with the frame of a meta. What stands in its skeleton, only a load can tell, which has torch."""
+    try:
+        meta = strictjson.loads(data, limit=META_MAX_BYTES)
+    except strictjson.BadJson as error:
+        return f"is no JSON: {error}"
+    if not isinstance(meta, dict) or meta.get("schema") != META_SCHEMA:
+        return "has a schema that this version of shardstore does not know"
+    return "" if meta.get("attempt") == index.attempt else "belongs to another checkpoint"
 
 
 def _expected(index: Index, file: int) -> dict[str, Stored]:

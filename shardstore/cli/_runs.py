@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardstore.cli._output import remark, size, when
+from shardstore.cli._output import complain, remark, size, when
+from shardstore.errors import Damaged, UnsupportedVersion
 from shardstore.run import OwnerRecord, Run, RunCheckpoint, RunInfo
 from shardstore.run import info as run_info
 
@@ -79,7 +80,15 @@ def view(url: str) -> RunView | None:
         losses = run.losses()
         at = {one.name: losses[one.step] for one in found.values() if one.line and one.step in losses}
         newest = max((one for one in found.values() if one.usable), key=lambda one: one.order, default=None)
-        return RunView(info, run.owner(), found, at, newest.name if newest else None)
+        return RunView(info, _owner(run), found, at, newest.name if newest else None)
+
+
+def _owner(run: Run) -> OwnerRecord | None:
+    try:
+        return run.owner()
+    except (Damaged, UnsupportedVersion) as error:
+        complain(str(error))  # who writes there is not known, but the checkpoints are
+        return None
 
 
 def plain(value: float | None) -> float | str | None:

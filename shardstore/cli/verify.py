@@ -34,7 +34,8 @@ def command(urls: tuple[str, ...], *, threads: int | None, as_json: bool) -> int
     """
     began = time.perf_counter()
     with watching() as listener:
-        report = verify_all(urls if len(urls) > 1 else resolve(urls[0]), threads=threads, listener=listener)
+        where = urls if len(urls) > 1 else resolve(urls[0], listener=listener)
+        report = verify_all(where, threads=threads, listener=listener)
     if as_json:
         put_json(_document(report))
     else:

@@ -52,7 +52,7 @@ class Run:
 
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[Store]:
-        """The store at the folder of a checkpoint."""
+        """The store at the folder of a checkpoint, or with `""` at that of the run."""
         store = self._open(join(self.url, name))
         try:
             yield store
@@ -78,7 +78,7 @@ class Run:
 
     def _adopted(self) -> RunInfo | None:
         """What the checkpoints say of a run whose run.json has gone."""
-        found = [one for one in listing.scan(self.store, self.url, None) if one.usable and one.run]
+        found = [one for one in self._scan(None) if one.usable and one.run]
         newest = max(found, key=lambda one: one.order, default=None)
         return RunInfo(str(newest.run), committed=True) if newest else None
 
@@ -105,8 +105,11 @@ class Run:
 
         Reads the head of each index, with `sizes` all of it. An empty list where there is no run.
         """
-        info = run_info.read(self.store) or self._adopted()
-        return listing.scan(self.store, self.url, info, sizes=sizes, notice=self.notice)
+        return self._scan(run_info.read(self.store) or self._adopted(), sizes=sizes, notice=self.notice)
+
+    def _scan(self, info: RunInfo | None, **how: Any) -> list[RunCheckpoint]:
+        with self.opened("") as fresh:  # one that has been used keeps files open, also those that have been removed
+            return listing.scan(fresh, self.url, info, **how)
 
     def candidates(self) -> list[RunCheckpoint]:
         """What may be resumed from, best first: the newest and what leads to it, then what was left behind.
@@ -305,9 +308,9 @@ class Run:
         new = Run(new_url, self._options, listener=self._listener, single_writer=self._single_writer)
         origin = Origin(info.run, self.url, one.attempt, one.step, one.owner, one.seq, utc_now())
         forking.check_free(new.store, one.name)
-        with forking.losses_put(new.store, origin, self.losses()):
-            with self.opened(one.name) as source, new.opened(one.name) as target:
-                forking.copy_checkpoint(source, target, self._listener, single_writer=self._single_writer)
+        written = forking.losses_put(new.store, origin, self.losses())
+        with written, self.opened(one.name) as source, new.opened(one.name) as target:
+            forking.copy_checkpoint(source, target, self._listener, single_writer=self._single_writer)
         forking.found_run(new.store, origin, single_writer=self._single_writer)
         latest.write(new.store, one.name)
         return new

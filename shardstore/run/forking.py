@@ -20,6 +20,7 @@ from shardstore.run.documents import put_if, utc_now
 from shardstore.run.info import Origin, RunInfo
 from shardstore.run.losses import Losses, event_line
 from shardstore.run.names import parse_folder
+from shardstore.run.removing import give_up
 from shardstore.storage import Body, Bytes, LocalStore, Store, unwrap
 from shardstore.transfer import in_parallel
 
@@ -118,6 +119,7 @@ def _clean_up(target: Store, found: Found) -> None:
         for file in found.index.files:
             target.delete(file.path)
         target.delete(mark_name(found.index.attempt))
+        give_up(target)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from shardstore.errors import Fenced, StoreError
+from shardstore.errors import Damaged, Fenced, StoreError, UnsupportedVersion
 from shardstore.run import documents
 from shardstore.run.documents import fetch, put_if, utc_now
 from shardstore.storage import Bytes, Store
@@ -118,7 +118,9 @@ class Owner:
         highest = current_epoch(self._store)
         if highest <= self.epoch:
             return
-        other = read(self._store, highest)
+        other = None
+        with contextlib.suppress(Damaged, UnsupportedVersion):  # its name is what counts
+            other = read(self._store, highest)
         who = f" (process {other.pid} on {other.host}, since {other.since})" if other else ""
         raise Fenced(
             f"{self._store.url} was taken over by another process{who}: epoch {highest} is above this one's "

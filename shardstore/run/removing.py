@@ -1,10 +1,9 @@
-"""Removing checkpoints that retention lets go. The index goes first, so that what is half removed is never listed."""
+"""Removing checkpoints that retention lets go. The index goes before the data, so that nothing is listed half."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
 
 from shardstore import strictjson
 from shardstore.check import MARK_SCHEMA, find_index, plan_leftovers, remove
@@ -50,11 +49,13 @@ def remove_from_run(run: Store, place: Store, checkpoint: RunCheckpoint) -> list
 
 def _remove(place: Store, index: Index) -> list[str]:
     place.put(mark_name(index.attempt), Bytes(_mark(index)))
+    if _has_derived(place, index):
+        place.delete(HF_NAME)  # nothing of ours depends on it, and without the index nobody could tell whose it is
     place.delete(INDEX)  # flushed: what follows can't become durable before it
     errors = []
-    for key in _data(place, index):
+    for file in index.files:
         try:
-            place.delete(key)
+            place.delete(file.path)
         except ShardstoreError as error:
             errors.append(str(error))
     if not errors:
@@ -63,14 +64,12 @@ def _remove(place: Store, index: Index) -> list[str]:
     return errors
 
 
-def _data(place: Store, index: Index) -> Iterator[str]:
-    yield from (file.path for file in index.files)
+def _has_derived(place: Store, index: Index) -> bool:
     try:
         derived = place.get(HF_NAME, limit=MAX_BYTES).data
     except KeyMissing:
-        return
-    if origin_of(derived, index.attempt) == "ours":
-        yield HF_NAME
+        return False
+    return origin_of(derived, index.attempt) == "ours"
 
 
 def _mark(index: Index) -> bytes:

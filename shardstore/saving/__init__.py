@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from shardstore.saving.api import Saved, save
+from shardstore.saving.background import Pending, save_async, warm_up
 
-__all__ = ["Saved", "save"]
+__all__ = ["Pending", "Saved", "save", "save_async", "warm_up"]

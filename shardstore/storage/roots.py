@@ -20,7 +20,7 @@ def urls_of(urls: Urls) -> list[Url]:
     place: Any = urls
     if not isinstance(place, (str, os.PathLike, list, tuple)):
         raise InvalidArgument(f"a place is a path or URL, or a list of them, not {brief(urls)}")
-    given = list(urls) if isinstance(urls, (list, tuple)) else [urls]
+    given: list[Any] = list(place) if isinstance(place, (list, tuple)) else [place]
     if not given:
         raise InvalidArgument("give at least one place")
     seen: dict[str, Url] = {}
