@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         CheckpointNotFound,
         CommitUnknown,
         Damaged,
+        Fenced,
         InvalidArgument,
         KeyMissing,
         Mismatch,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     )
     from shardstore.loading import Checkpoint, LazyTensor, load
     from shardstore.loading import open_checkpoint as open
+    from shardstore.run import Run
     from shardstore.saving import Pending, Saved, save, save_async, warm_up
     from shardstore.tree import register_type
 
@@ -39,11 +41,12 @@ _WHERE = {
     "load": "shardstore.loading", "open": "shardstore.loading:open_checkpoint",
     "Checkpoint": "shardstore.loading", "LazyTensor": "shardstore.loading",
     "verify": "shardstore.check", "Report": "shardstore.check",
+    "Run": "shardstore.run",
     "register_type": "shardstore.tree",
     **dict.fromkeys(
         [
-            "CheckpointExists", "CheckpointNotFound", "CommitUnknown", "Damaged", "InvalidArgument", "KeyMissing",
-            "Mismatch", "ShardstoreError", "StoreError", "StoreUnavailable", "Superseded", "Unfinished",
+            "CheckpointExists", "CheckpointNotFound", "CommitUnknown", "Damaged", "Fenced", "InvalidArgument",
+            "KeyMissing", "Mismatch", "ShardstoreError", "StoreError", "StoreUnavailable", "Superseded", "Unfinished",
             "UnsupportedState", "UnsupportedVersion",
         ],
         "shardstore.errors",
@@ -56,12 +59,14 @@ __all__ = [
     "CheckpointNotFound",
     "CommitUnknown",
     "Damaged",
+    "Fenced",
     "InvalidArgument",
     "KeyMissing",
     "LazyTensor",
     "Mismatch",
     "Pending",
     "Report",
+    "Run",
     "Saved",
     "ShardstoreError",
     "StoreError",

@@ -45,7 +45,11 @@ def draw(curves: Sequence[Curve], file: str, metric: str) -> None:
 
 def _draw(axes: Any, curve: Curve, color: str) -> None:
     steps, values = list(curve.losses), list(curve.losses.values())
-    axes.plot(steps, values, color=color, linewidth=1.2, label=_plain(os.path.basename(curve.url.rstrip("/"))))
+    name = _plain(os.path.basename(curve.url.rstrip("/")))
+    own = bisect.bisect_left(steps, curve.origin.step) if curve.origin else 0
+    axes.plot(steps[own:], values[own:], color=color, linewidth=1.2, zorder=2, label=name)
+    # Inherited: dotted and below all else, since the run that it comes from may be in the picture, too.
+    axes.plot(steps[: own + 1], values[: own + 1], color=color, linewidth=1.0, linestyle=":", zorder=1.5)
     _put_marks(axes, steps, values, curve.checkpoints, color=color, marker=".", label="checkpoint")
     for kind, marker in _MARKS.items():
         where = [event.step for event in curve.losses.events if event.kind == kind]
@@ -62,17 +66,27 @@ def _put_marks(axes: Any, steps: list[int], values: list[float], where: list[int
     at = [max(0, bisect.bisect_right(steps, step) - 1) for step in where]
     heights = [values[place] if values else 0.0 for place in at]
     if where:
-        axes.plot(where, heights, linestyle="none", markersize=7, markeredgecolor="black", markeredgewidth=0.4, **style)
+        axes.plot(
+            where,
+            heights,
+            linestyle="none",
+            zorder=3,
+            markersize=7,
+            markeredgecolor="black",
+            markeredgewidth=0.4,
+            **style,
+        )
 
 
 def _legend(axes: Any) -> None:
-    """Each kind of mark once, whatever the number of runs."""
+    """The runs, then each kind of mark once, whatever their number."""
     handles, labels = axes.get_legend_handles_labels()
     kinds = {"checkpoint", *_MARKS}
-    chosen: dict[str, Any] = {}
-    for number, (handle, label) in enumerate(zip(handles, labels, strict=True)):
-        chosen.setdefault(label if label in kinds else f"{number} {label}", (handle, label))
-    axes.legend([handle for handle, _ in chosen.values()], [label for _, label in chosen.values()])
+    found = list(zip(handles, labels, strict=True))
+    marks = {label: handle for handle, label in reversed(found) if label in kinds}
+    chosen = [(handle, label) for handle, label in found if label not in kinds]
+    chosen += [(handle, label) for label, handle in sorted(marks.items())]
+    axes.legend([handle for handle, _ in chosen], [label for _, label in chosen])
 
 
 def _write(figure: Any, file: str) -> None:

@@ -85,7 +85,10 @@ def dump(index: Index) -> bytes:
         SCHEMA, index.attempt, index.run, index.step, index.seq, index.parent, index.owner, index.time, index.versions,
         index.world, index.roots, index.hash, index.block, index.meta, files, tensors,
     )  # fmt: skip
-    body = msgspec.json.encode(raw)[:-1] + b","
+    text = msgspec.json.encode(raw)
+    if not text.isascii():  # msgspec writes UTF-8, the format asks for ASCII
+        text = strictjson.dumps(msgspec.to_builtins(raw))
+    body = text[:-1] + b","
     return body + b'"sha256":"%s"}\n' % hashlib.sha256(body).hexdigest().encode()
 
 

@@ -13,6 +13,7 @@ from shardstore.errors import Damaged, InvalidArgument, KeyMissing, Superseded
 from shardstore.events import Listener, Reporter, to_log
 from shardstore.index import NAME, Index
 from shardstore.plan import FileRead
+from shardstore.run import resolve
 from shardstore.storage import Store, Urls, close_all, open_roots
 from shardstore.transfer import Job, Outcome, Reader
 
@@ -29,6 +30,8 @@ class Source:
         listener: Listener | None = None, storage_options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.threads = threads_of(threads)
+        if isinstance(url, str) and "@" in url:
+            url = resolve(url, storage_options=storage_options, listener=listener)
         self.stores: Sequence[Store] = open_roots(url, storage_options=storage_options, listener=listener)
         try:
             self.stores, found = need_roots(self.stores)

@@ -49,7 +49,7 @@ def checkpoint(
         head = header.build(zip(names, (specs[n] for n in numbers), strict=True))
         data = b"".join(bytes([(n + 1) % 256]) * specs[n].nbytes for n in numbers)
         files += [_file(folder, path, head + data, len(head), numbers)] if numbers else []
-    meta = json.dumps({"left": list(left)}).encode()
+    meta = json.dumps({"schema": "shardstore-meta/1", "attempt": attempt, "left": list(left)}).encode()
     files.append(_file(folder, f"state/meta-{attempt}.json", meta))
     table = list(dict.fromkeys(specs))
     index = Index(

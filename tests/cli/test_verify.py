@@ -37,7 +37,9 @@ def test_damage_is_named(call, call_json, shm_path):
     assert result.exit_code == 3
     lines = result.stdout.splitlines()
     assert f"  {SHARD}: damaged in block 1 (of 4 MiB, from 0)" in lines
-    assert {"    model/wte.weight", "    model/lm_head.weight", "    model/h.0.bias", "    optimizer/step"} <= set(lines)
+    assert {"    model/wte.weight", "    model/lm_head.weight", "    model/h.0.bias", "    optimizer/step"} <= set(
+        lines
+    )
     assert f"  {STATE} is missing" in lines
     assert lines[-1].startswith("1 checkpoint: 1 damaged; ")
     problems = call_json("verify", shm_path)[1]["checkpoints"][0]["problems"]

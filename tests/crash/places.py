@@ -13,7 +13,7 @@ import pytest
 import shardstore
 from shardstore.check import plan_leftovers, remove
 from shardstore.errors import CheckpointExists, CheckpointNotFound, Unfinished
-from shardstore.index import HF_NAME, NAME
+from shardstore.index import HF_NAME, NAME, parse, weight_map
 from shardstore.storage import LocalStore, Store
 from tests.crash.states import number_of, state
 from tests.kit.inject import injected
@@ -65,6 +65,18 @@ def named(place: Path) -> set[str]:
     except FileNotFoundError:
         return set()
     return {NAME, *(entry["path"] for entry in document["files"])}
+
+
+def in_line(place: Path) -> bool:
+    """Whether the index that Hugging Face tools read is that of the checkpoint, or missing where it has no weights."""
+    wanted = weight_map(parse((place / NAME).read_bytes()))
+    derived = place / HF_NAME
+    return derived.read_bytes() == wanted if wanted else not derived.exists()
+
+
+def tidy(place: Path) -> bool:
+    """Whether nothing lies there but one checkpoint."""
+    return files(place) - {HF_NAME} == named(place) and temps(place) == [] and in_line(place)
 
 
 def temps(place: Path) -> list[str]:
@@ -120,8 +132,8 @@ def recovers(place: Path, seen: int | None, number: int) -> None:
     with injected(patient):
         shardstore.save(state(number), place, step=number, overwrite=seen is not None)
     assert settled(place, number) == number
+    assert in_line(place)
     age(place, 2 * DAY)
     prune(place)
     assert settled(place, number) == number
-    assert files(place) - {HF_NAME} == named(place)
-    assert temps(place) == []
+    assert tidy(place)

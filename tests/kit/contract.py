@@ -349,6 +349,13 @@ class StoreContract:
         """A root that is not there has no entries."""
         assert keys(store) == []
 
+    def test_folders(self, store: Store):
+        """The names of what lies directly below the root and holds files, in order; not the workings of the store."""
+        assert list(store.folders()) == []
+        for key in ("b/x", "a/y/z", "c", "a.b/q"):
+            store.put(key, Bytes(b"1"))
+        assert list(store.folders()) == ["a", "a.b", "b"]
+
     def test_list_hides_the_workings(self, store: Store):
         """Conditional puts leave nothing that a listing shows."""
         store.put("k", Bytes(b"1"), if_absent=True)

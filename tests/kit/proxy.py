@@ -6,10 +6,12 @@ client is simply given the proxy's URL as its endpoint. What the proxy changes i
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import re
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -470,3 +472,20 @@ def _read_chunked(source: BinaryIO) -> bytes:
     while source.readline().strip():
         pass
     return bytes(data)
+
+
+def main() -> None:
+    """A proxy as a process of its own, for measurements: prints its URL, and ends when its input does."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("port", type=int, help="of the S3 server on this machine")
+    parser.add_argument("--latency-ms", type=float, default=0.0, help="added to every request")
+    parser.add_argument("--mib-per-s", type=float, default=0.0, help="at most so many on each connection; 0: no limit")
+    given = parser.parse_args()
+    rate = given.mib_per_s * 1024 * 1024
+    with FaultProxy(given.port, {}, latency_s=given.latency_ms / 1000, bytes_per_s=rate) as proxy:
+        print(proxy.url, flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

@@ -35,7 +35,8 @@ def contents(attempt: str, **members: Any) -> tuple[Index, dict[str, bytes]]:
     spec = TensorSpec("float32", (4, 4))
     head = header.build([("w", spec)])
     shard = f"model-00001-of-00001-{attempt}.safetensors", head + bytes.fromhex(attempt) * 8
-    meta = f"state/meta-{attempt}.json", strictjson.dumps({"left": []})
+    skeleton = {"schema": "shardstore-meta/1", "attempt": attempt, "flat": True, "left": [], "state": {"w": {"$t": 0}}}
+    meta = f"state/meta-{attempt}.json", strictjson.dumps(skeleton)
     files = [_file(*shard, len(head), [0]), _file(*meta)]
     members = {"time": "2026-03-01T12:30:00.250000Z", **members}
     index = Index(attempt, hash=_DIGEST, files=files, meta=1, paths=["model/w"], table=[spec], kinds=[0], **members)

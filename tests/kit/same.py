@@ -34,7 +34,7 @@ def assert_same(one: Any, two: Any, where: str = "state") -> None:
         assert len(one) == len(two), f"{where}: keys {list(one)} and {list(two)}"
         for number, (key, other) in enumerate(zip(one, two, strict=True)):
             assert_same(key, other, f"{where}: key {number}")
-            assert_same(one[key], two[other], f"{where}[{key!r}]")
+            assert_same(one[key], two[other], f"{where}[{shown(key)[:80]}]")
     elif isinstance(one, list | tuple):
         assert len(one) == len(two), f"{where}: {len(one)} and {len(two)} items"
         for number, (item, other) in enumerate(zip(one, two, strict=True)):

@@ -118,7 +118,8 @@ def test_a_store_that_fails_gives_no_part_of_a_listing(trainer, run):
     """One index that can't be read now is an error: an older checkpoint is never passed off as the newest."""
     one = trainer.save(10)
     trainer.save(20)
-    run.store = FaultyStore(run.store, Fault(1, key=f"{one.name}/shardstore.json", times=9))
+    fault = Fault(1, key=f"{one.name}/shardstore.json", times=9)
+    run._open = lambda url, real=run._open: FaultyStore(real(url), fault)
     with pytest.raises(StoreError):
         run.checkpoints()
 
@@ -152,6 +153,7 @@ def test_X11_latest_raises_what_a_listing_misses(trainer, run, heard, monkeypatc
     """A checkpoint that a stale listing does not show is found by the hint; an older hint lowers nothing."""
     first, second = trainer.save(10), trainer.save(20)
     monkeypatch.setattr(type(run.store), "folders", lambda _: [first.name])
+    assert steps(run.checkpoints()) == [10, 20]
     assert run.newest().step == 20
     latest.write(run.store, first.name)
     monkeypatch.setattr(type(run.store), "folders", lambda _: [first.name, second.name])
@@ -212,13 +214,24 @@ def test_a_listing_reads_only_heads(trainer, run):
     """A listing costs one call for the folders, one for marks, and 512 bytes of each index, whatever their number."""
     for step in range(1, 31):
         trainer.save(step)
-    run.store = counting = CountingStore(run.store)
+    counting = CountingStore(open_store(run.url))
+    run._open = lambda _url: counting
     assert len(run.checkpoints()) == 30
     assert counting.count("folders") == 1
     assert counting.count("list") == 1
     assert counting.count("read_into") == 30
     assert sum(call.nbytes for call in counting.calls if call.name == "read_into") == 30 * HEAD_BYTES
-    assert counting.count("get") == 2  # run.json, latest.json
+    assert counting.keys("get") == [latest.NAME]
+
+
+def test_what_others_remove_is_gone(folder):
+    """A listing shows what is there now, also to a run object that has seen, and read, what was there before."""
+    with Run(folder) as run, Run(folder) as other:
+        one = Trainer(run).save(10)
+        assert steps(run.checkpoints()) == [10]
+        assert other.remove(one) == []
+        assert run.checkpoints() == []
+        assert run.newest() is None
 
 
 def test_sizes_on_request(trainer, run):
@@ -293,12 +306,3 @@ def test_run_json_that_was_lost_is_made_again(trainer, run, heard):
     made = run.create()
     assert (made.run, made.committed) == (trainer.id, True)
     assert any("run.json was lost" in text for text in heard)
-
-
-def test_stores_say_the_folders_that_they_have(url):
-    """`folders` names what lies directly below the root, in order, and not the workings of the store."""
-    store = open_store(url)
-    assert list(store.folders()) == []
-    for key in ("b/x", "a/y/z", "c", "a.b/q"):
-        store.put(key, Bytes(b"1"), if_absent=True)
-    assert list(store.folders()) == ["a", "a.b", "b"]

@@ -91,18 +91,20 @@ def test_a_process_killed_while_it_sends_parts(place: Place, proxy: FaultProxy, 
     outcome = zygote.run("save", url=place.url, endpoint=proxy.url, number=BIG)
     assert outcome.signal == signal.SIGKILL
     assert settled(place, None) is None
-    assert len(place.uploads()) == (0 if (op, when) in {_NOT_BEGUN, _ENDED} else 1)
+    assert len(place.uploads()) == (0 if (op, when) in _NOTHING_LEFT else 1)
     shardstore.save(state(NEXT), place.url, step=NEXT, storage_options=place.options)
     assert settled(place, NEXT) == NEXT
 
 
-_NOT_BEGUN = ("create_multipart_upload", "before")
-_ENDED = ("complete_multipart_upload", "after")
+_NOTHING_LEFT = {
+    ("create_multipart_upload", "before"), ("create_multipart_upload", "midway"),  # it has no body
+    ("complete_multipart_upload", "after"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("overwrite", OVERWRITES)
 def test_a_save_that_sleeps_at_its_commit(place: Place, proxy: FaultProxy, zygote: S3Zygote, overwrite: bool):
-    """Stopped with SIGSTOP when all is written but the index: nothing of it is removed, and when it wakes it commits."""
+    """Stopped with SIGSTOP when all is written but the index: nothing of it is removed, and it commits when woken."""
     if overwrite:
         shardstore.save(state(BEFORE), place.url, step=BEFORE, storage_options=place.options)
     rule = proxy.on("put_object", killing("before", signal.SIGSTOP), key=f"/{NAME}$")
@@ -111,8 +113,8 @@ def test_a_save_that_sleeps_at_its_commit(place: Place, proxy: FaultProxy, zygot
     files = place.names()
     assert len(files) > 3
     for leftover in plan_leftovers(place.store):
-        assert not leftover.removable or leftover.attempt == "none of these"
-        remove(leftover, place.store)
+        assert not leftover.removable
+        assert remove(leftover, place.store) != []
     assert place.names() == files
     settled(place, BEFORE if overwrite else None)
     child.wake()

@@ -359,7 +359,9 @@ def test_a_held_shard_lands_after_the_save_failed(place: Place, proxy: FaultProx
 # -- parts and bodies
 
 
-@pytest.mark.parametrize("action", [answering(400, "InvalidPart", "a part was not found"), failing_late], ids=str)
+@pytest.mark.parametrize(
+    "action", [answering(400, "InvalidPart", "a part was not found"), failing_late], ids=lambda action: action.__name__
+)
 def test_a_part_that_the_server_has_lost(place: Place, proxy: FaultProxy, options: dict[str, Any], action: Action):
     """A server that drops a part says so at the end: an error, no index, no parts."""
     proxy.on("complete_multipart_upload", action, times=FOREVER)

@@ -1,0 +1,5 @@
+"""Measures shardstore beside its peers and beside the bare system calls: `python -m benchmarks --help`.
+
+What is saved stands in `states`, what is done with it in `tasks`, who does it in `systems`; `runner` and `peak`
+measure, `goals` judges, `report` writes the page. A peer is used at the best settings that its documents name.
+"""

@@ -1,0 +1,136 @@
+"""The command line: `python -m benchmarks`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import sys
+import time
+import warnings
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine, report
+from benchmarks.goals import judge
+from benchmarks.peak import peak
+from benchmarks.runner import Library, Settings, library, measure, new_folder
+from benchmarks.states import STATES, Case
+from benchmarks.systems import SYSTEMS, System
+from benchmarks.tasks import PEAKS, TASKS, Task
+
+DEFAULT_STATES = ["gpt-124m", "many-small"]
+DEFAULT_TASKS = [*TASKS, "peak"]
+
+
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    """The options. Names may be given several at a time."""
+    about = "Measure shardstore beside its peers and beside the bare system calls."
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=about)
+    parser.add_argument("--tasks", nargs="+", choices=DEFAULT_TASKS, default=DEFAULT_TASKS)
+    parser.add_argument("--states", nargs="+", choices=list(STATES), default=DEFAULT_STATES)
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
+    parser.add_argument("--rounds", type=int, default=5, help="after a warm-up round (default 5)")
+    parser.add_argument("--threads", type=int, default=2, help="of shardstore and of the bare calls (default 2)")
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a folder in memory (default /dev/shm)")
+    parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="a folder on disk (default /var/tmp)")
+    parser.add_argument("--slow", type=float, default=4.0, help="a peer that takes more seconds runs once (default 4)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("bench.json"), help="where the figures go (default bench.json)"
+    )
+    parser.add_argument("--quick", action="store_true", help="two rounds, without what takes minutes")
+    parser.add_argument(
+        "--render", type=Path, metavar="JSON", help="measure nothing; put these figures into docs/benchmarks.md"
+    )
+    return parser.parse_args(words)
+
+
+def run_state(name: str, options: argparse.Namespace, settings: Settings) -> tuple[list[Any], list[Any]]:
+    """All tasks on one state: results and peaks."""
+    case = Case.of(name, options.threads)
+    results, peaks = [], []
+    with library(case, options.memory) as shelf:
+        for task in (TASKS[word] for word in TASKS if word in options.tasks):
+            if task.states and name not in task.states:
+                continue
+            began = time.perf_counter()
+            results += [row.json() for row in measure(case, task, _systems(task, name, options), shelf, settings)]
+            print(f"{name}: {task.name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+        if "peak" in options.tasks and name in ("gpt-124m", "toy"):
+            peaks = _peaks(case, shelf, options)
+    return results, peaks
+
+
+def _systems(task: Task, state: str, options: argparse.Namespace) -> list[System]:
+    chosen = [SYSTEMS[name] for name in SYSTEMS if name in options.systems and task.name in SYSTEMS[name].calls]
+    return [system for system in chosen if not (options.quick and state in system.slow)]
+
+
+def _peaks(case: Case, shelf: Library, options: argparse.Namespace) -> list[Any]:
+    work = [(TASKS[name], system) for name in PEAKS for system in _systems(TASKS[name], case.name, options)]
+    work = [(task, system) for task, system in work if system.kind in ("ours", "peer")]
+    for task, system in work:
+        if not task.saves:
+            shelf.of(system)
+    case.clear()  # the child needs the room
+    rows = []
+    for task, system in work:
+        folder = new_folder(options.memory, case) if task.saves else shelf.of(system)
+        try:
+            rows.append(peak(case, task, system, folder))
+        finally:
+            if task.saves:
+                shutil.rmtree(folder)
+    return rows
+
+
+def command(options: argparse.Namespace) -> str:
+    """The command line that was given, without paths."""
+    words = ["python", "-m", "benchmarks"]
+    default = arguments([])
+    for key in ("tasks", "states", "systems", "rounds", "threads", "slow", "quick"):
+        value = getattr(options, key)
+        if value != getattr(default, key):
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            words += [f"--{key}", *map(str, values)]
+    return shlex.join(words)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything that was asked for, as what --out holds."""
+    settings = Settings(2 if options.quick else options.rounds, options.slow, options.memory, options.disk)
+    results, peaks = [], []
+    for name in options.states:
+        more, extra = run_state(name, options, settings)
+        results += more
+        peaks += extra
+    return {
+        "schema": "shardstore-benchmarks/1",
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": command(options),
+        "settings": {"rounds": settings.rounds, "threads": options.threads},
+        "machine": machine.facts(options.memory, options.disk),
+        "versions": machine.versions(),
+        "results": results,
+        "peaks": peaks,
+    }
+
+
+def main() -> int:
+    """0 if all that was measured worked and reached its goal, 1 if not."""
+    options = arguments()
+    if options.render:
+        report.render(json.loads(options.render.read_text("utf-8")))
+        return 0
+    warnings.simplefilter("ignore")  # of the peers
+    done = run(options)
+    options.out.write_text(json.dumps(done, indent=1) + "\n", "utf-8")
+    print(report.markdown(done))
+    failed = any(row.get("error") for row in done["results"] + done["peaks"])
+    return int(failed or any(verdict.reached is False for verdict in judge(done)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

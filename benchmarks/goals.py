@@ -1,0 +1,113 @@
+"""What shardstore has to reach, and whether a run reached it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+Rows = list[dict[str, Any]]
+TIMES = "\u00d7"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One demand on shardstore's median.
+
+    With `than`: at least `factor` times as fast as the fastest of those systems (or of all systems of that kind).
+    Without: at most `most` in `unit`.
+    """
+
+    state: str
+    task: str
+    than: tuple[str, ...] = ()
+    factor: float = 0.0
+    most: float = 0.0
+    unit: str = ""  # µs a tensor, s, MiB
+
+    @property
+    def text(self) -> str:
+        if not self.than:
+            return f"≤ {self.most:g} {self.unit}"
+        return f"≥ {self.factor:g} {TIMES} {_WORDS.get(self.than, ' and '.join(self.than))}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a goal. `reached` is None where it wasn't measured."""
+
+    goal: Goal
+    measured: str
+    reached: bool | None
+
+
+BARE, DCP, TORCH, CLONE, PEERS = ("bare",), ("dcp-1", "dcp-2"), ("torch",), ("safetensors-clone",), ("peer",)
+_WORDS = {
+    BARE: "the bare calls",
+    DCP: "the best DCP",
+    TORCH: "torch.save",
+    CLONE: "load_file + clone",
+    PEERS: "the best peer",
+}
+GPT, MANY, PER_TENSOR = "gpt-124m", "many-small", "µs a tensor"
+
+
+def goals(threads: int) -> list[Goal]:
+    """All goals. Memory may be 64 MiB, and 8 MiB for each thread."""
+    return [
+        Goal(GPT, "save", BARE, 0.85),
+        Goal(GPT, "save", DCP, 1.7),
+        Goal(GPT, "save", TORCH, 2.5),
+        Goal(GPT, "save-durable", BARE, 0.9),
+        Goal(GPT, "load-into", BARE, 0.8),
+        Goal(GPT, "load-into", DCP, 3),
+        Goal(GPT, "load-fresh", BARE, 0.75),
+        Goal(GPT, "load-fresh", CLONE, 2),
+        Goal(GPT, "load-mapped", BARE, 0.9),
+        Goal(GPT, "load-mapped", CLONE, 4),
+        Goal(MANY, "save", most=12, unit=PER_TENSOR),
+        Goal(MANY, "save", PEERS, 3),
+        Goal(MANY, "load-fresh", most=8, unit=PER_TENSOR),
+        Goal(MANY, "load-fresh", PEERS, 3),
+        Goal(MANY, "load-into", most=9, unit=PER_TENSOR),
+        Goal(MANY, "load-into", PEERS, 3),
+        Goal(MANY, "open", most=0.15, unit="s"),
+        Goal(GPT, "save", most=64 + 8 * threads, unit="MiB"),
+        Goal(GPT, "load-into", most=64 + 8 * threads, unit="MiB"),
+    ]
+
+
+def judge(run: dict[str, Any]) -> list[Verdict]:
+    """Every goal against a run, as `__main__` stores it."""
+    return [_judged(goal, run) for goal in goals(run["settings"]["threads"])]
+
+
+def _judged(goal: Goal, run: dict[str, Any]) -> Verdict:
+    if goal.unit == "MiB":
+        rows = [row["extra"] / 2**20 for row in _of(goal, run["peaks"], ("shardstore",)) if "extra" in row]
+        return _at_most(goal, rows)
+    ours = [row for row in _of(goal, run["results"], ("shardstore",)) if row["seconds"]]
+    if goal.than:
+        theirs = [row for row in _of(goal, run["results"], goal.than) if row["seconds"]]
+        return _faster(goal, ours, theirs)
+    scale = 1e6 / ours[0]["tensors"] if ours and goal.unit == PER_TENSOR else 1.0
+    return _at_most(goal, [median(row["seconds"]) * scale for row in ours])
+
+
+def _of(goal: Goal, rows: Rows, names: tuple[str, ...]) -> Rows:
+    wanted = [row for row in rows if (row["state"], row["task"]) == (goal.state, goal.task)]
+    return [row for row in wanted if row["system"] in names or row["kind"] in names]
+
+
+def _at_most(goal: Goal, values: list[float]) -> Verdict:
+    if not values:
+        return Verdict(goal, "not measured", None)
+    return Verdict(goal, f"{values[0]:.3g} {goal.unit}", values[0] <= goal.most)
+
+
+def _faster(goal: Goal, ours: Rows, theirs: Rows) -> Verdict:
+    if not ours or not theirs:
+        return Verdict(goal, "not measured", None)
+    best = min(theirs, key=lambda row: median(row["seconds"]))
+    ratio = median(best["seconds"]) / median(ours[0]["seconds"])
+    return Verdict(goal, f"{ratio:.2f} {TIMES} {best['system']}", ratio >= goal.factor)

@@ -1,0 +1,162 @@
+"""Measures: all systems of a task in turn, round by round, so that a noisy minute hits them all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import memory_free, settle
+from benchmarks.states import Case
+from benchmarks.systems import SYSTEMS, System
+from benchmarks.tasks import Task
+
+
+@dataclass
+class Result:
+    """One system at one task on one state. `seconds` has an entry for each round; it is empty where it failed."""
+
+    state: str
+    task: str
+    system: str
+    kind: str
+    call: str
+    lacks: str
+    tensors: int
+    nbytes: int
+    seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)  # seconds of all threads, user and system
+    warm: bool = True  # False: the warm-up took so long that it is the only round
+    error: str | None = None
+
+    def json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure. A peer whose warm-up takes more than `slow` seconds is not measured again."""
+
+    rounds: int
+    slow: float
+    memory: Path
+    disk: Path
+
+
+class Library:
+    """Folders that loads read from: saved once for all systems that read the same files."""
+
+    def __init__(self, case: Case, place: Path) -> None:
+        self._case = case
+        self._place = place
+        self._folders: dict[str, Path] = {}
+
+    def __contains__(self, system: System) -> bool:
+        return system.files in self._folders
+
+    def of(self, system: System) -> Path:
+        """The folder with what this system reads. Saves it where it isn't there yet."""
+        if system.files not in self._folders:
+            writer = next(each for each in SYSTEMS.values() if each.files == system.files)
+            folder = new_folder(self._place, self._case)
+            try:
+                writer.save(self._case, folder, durable=False)
+            except BaseException:
+                shutil.rmtree(folder)
+                raise
+            self._folders[system.files] = folder
+        return self._folders[system.files]
+
+    def adopt(self, system: System, folder: Path) -> None:
+        """Keep what was saved, because saving it again would take long."""
+        self._folders[system.files] = folder
+
+    def close(self) -> None:
+        for folder in self._folders.values():
+            shutil.rmtree(folder)
+        self._folders.clear()
+
+
+@contextmanager
+def library(case: Case, place: Path) -> Iterator[Library]:
+    """A library that is removed afterwards, whatever happens."""
+    made = Library(case, place)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def new_folder(place: Path, case: Case) -> Path:
+    """An empty folder. Raises OSError where there is no room for another copy of the state."""
+    free = shutil.disk_usage(place).free
+    if place.resolve().is_relative_to("/dev/shm"):  # its bytes are memory, whatever its size allows
+        free = min(free, memory_free())
+    if free < 1.2 * case.nbytes:
+        raise OSError(f"{place} has {free >> 20} MiB free; a save of {case.name} takes {case.nbytes >> 20} MiB")
+    return Path(tempfile.mkdtemp(prefix="shardstore-bench-", dir=place))
+
+
+def measure(case: Case, task: Task, systems: list[System], shelf: Library, settings: Settings) -> list[Result]:
+    """All rounds of a task. A system that fails is out, with its error; the others go on."""
+    rows = [(system, _result(case, task, system)) for system in systems]
+    for turn in range(settings.rounds + 1):
+        shift = turn % max(len(rows), 1)
+        for system, row in rows[shift:] + rows[:shift]:  # nobody is always first
+            if row.error is None and row.warm:
+                try:
+                    _round(case, task, system, row, shelf, settings, first=turn == 0)
+                except Exception as error:  # noqa: BLE001 - told in the report
+                    row.error = f"{type(error).__name__}: {error}"
+                    row.seconds.clear()
+                    traceback.print_exc(limit=-4)
+    return [row for _, row in rows]
+
+
+def _result(case: Case, task: Task, system: System) -> Result:
+    call, lacks = system.calls[task.name], system.lacks
+    return Result(case.name, task.name, system.name, system.kind, call, lacks, case.tensors, case.nbytes)
+
+
+def _round(
+    case: Case, task: Task, system: System, row: Result, shelf: Library, settings: Settings, *, first: bool
+) -> None:
+    if task.saves:
+        folder = new_folder(settings.memory if task.place == "memory" else settings.disk, case)
+    else:
+        folder = shelf.of(system)
+    keep = not task.saves
+    try:
+        seconds, cpu = _timed(case, task, system, folder, check=first)
+        row.warm = not (first and seconds > settings.slow and system.kind in ("peer", "plain"))
+        if not first or not row.warm:
+            row.seconds.append(seconds)
+            row.cpu.append(cpu)
+        if task.saves and task.place == "memory" and not row.warm and system not in shelf:
+            shelf.adopt(system, folder)
+            keep = True
+    finally:
+        if not keep:
+            shutil.rmtree(folder)
+
+
+def _timed(case: Case, task: Task, system: System, folder: Path, *, check: bool) -> tuple[float, float]:
+    """Wall and CPU seconds of one go. With `check`, raises ValueError where its result is wrong."""
+    if check:
+        task.before(case)
+    if task.place == "disk":
+        os.sync()  # earlier writes are not this system's to wait for
+    settle(case.nbytes * 5 // 4 if task.allocates else 0)
+    cpu, start = time.process_time(), time.perf_counter()
+    result = task.act(system, case, folder)
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    if check and (wrong := task.wrong(system, case, folder, result)):
+        raise ValueError(f"the result is wrong: {wrong}")
+    return seconds, cpu

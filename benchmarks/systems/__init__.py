@@ -1,0 +1,31 @@
+"""Who is measured, in the order of the tables. One file for each library; a new one is named only here."""
+
+from __future__ import annotations
+
+from benchmarks.systems.bare import Bare, BareHashed, Copy
+from benchmarks.systems.base import System
+from benchmarks.systems.dcp import OneThread, TwoThreads
+from benchmarks.systems.flat import Flat
+from benchmarks.systems.ours import Shardstore
+from benchmarks.systems.safetensors_file import Safetensors, SafetensorsCloned
+from benchmarks.systems.torch_save import Torch, TorchMapped, TorchUnchecked
+
+__all__ = ["SYSTEMS", "System"]
+
+SYSTEMS: dict[str, System] = {
+    system.name: system
+    for system in (
+        Shardstore(),
+        Torch(),
+        TorchUnchecked(),
+        TorchMapped(),
+        Safetensors(),
+        SafetensorsCloned(),
+        OneThread(),
+        TwoThreads(),
+        Flat(),
+        Bare(),
+        BareHashed(),
+        Copy(),
+    )
+}

@@ -1,0 +1,65 @@
+"""What a system is: who saves and loads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+from benchmarks.states import Case, Tree, difference, zero
+
+
+class System:
+    """One way to save and load. It takes part in the tasks that `calls` names, and has the methods that they need.
+
+    A save gets an empty folder, a load the folder that `save` of a system with the same `files` has filled.
+    """
+
+    name: ClassVar[str]
+    kind: ClassVar[str] = "peer"  # ours, peer, plain (no checkpoint library) or limit (bare system calls)
+    files: ClassVar[str]  # systems with the same word here read each other's files
+    calls: ClassVar[dict[str, str]] = {}  # by task, what is called
+    lacks: ClassVar[str] = ""  # what it does not do, of: hash, fsync, atomic commit
+    slow: ClassVar[frozenset[str]] = frozenset()  # states on which it takes minutes: left out of a quick run
+
+    def save(self, case: Case, folder: Path, *, durable: bool) -> None:
+        """Save the state. With `durable` it is flushed to the disk before this returns."""
+        raise NotImplementedError
+
+    def load_into(self, case: Case, folder: Path) -> None:
+        """Fill the tensors of `case.target`, where they are."""
+        raise NotImplementedError
+
+    def load_fresh(self, case: Case, folder: Path) -> Any:
+        """Load into memory of its own, and return what `tree` understands."""
+        raise NotImplementedError
+
+    def load_mapped(self, case: Case, folder: Path) -> Any:
+        """Load without a copy, the bytes staying in the files."""
+        raise NotImplementedError
+
+    def open(self, case: Case, folder: Path) -> int:
+        """Open, learn all names, types and shapes, close; return how many tensors there are."""
+        raise NotImplementedError
+
+    def tree(self, loaded: Any, _case: Case) -> Tree:
+        """What was loaded, as dicts of tensors; not timed."""
+        return loaded
+
+    def wrong(self, case: Case, folder: Path) -> str | None:
+        """What is wrong with what was saved into the folder; not timed."""
+        if "load-into" in self.calls:
+            zero(case.target)
+            self.load_into(case, folder)
+            return difference(case.state, case.target)
+        return difference(case.state, self.tree(self.load_fresh(case, folder), case))
+
+
+def flush(*paths: Path) -> None:
+    """Flush files to the disk, and the folder that they lie in."""
+    for path in (*paths, *{path.parent for path in paths}):
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
