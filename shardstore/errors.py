@@ -14,6 +14,7 @@ ShardstoreError                      exit code
 ├── StoreError (OSError)                 1      the store failed; `errno` and `filename` as in OSError
 │   ├── StoreUnavailable                 1      a hiccup: trying again may help
 │   └── KeyMissing (FileNotFoundError)   5      no file or object of that name
+├── NothingToResume                      3      a run has had checkpoints, and none of them can be loaded
 ├── Fenced                               1      another process has taken the run over, or holds it
 └── CommitUnknown                        1      can't tell whether the checkpoint was committed
 ```
@@ -113,6 +114,12 @@ class Damaged(ShardstoreError, ValueError):
     blocks: tuple[int, ...] = ()
     tensors: tuple[str, ...] = ()
     overwritten: tuple[str, ...] = ()
+
+
+class NothingToResume(ShardstoreError):
+    """A run has had checkpoints and none of them can be loaded. It is not started from zero without being asked."""
+
+    exit_code = 3
 
 
 class StoreError(ShardstoreError, OSError):

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardstore.check.find import Attempt, Found, attempts_in
+from shardstore.check.find import Attempt, Found, attempt_of, attempts_in
 from shardstore.check.striped import find_roots, stripe_of
 from shardstore.errors import Damaged, InvalidArgument, StoreError, UnsupportedVersion
 from shardstore.index import HF_NAME, MAX_BYTES, mark_name, origin_of
-from shardstore.storage import Entry, LocalStore, Store, unwrap
+from shardstore.storage import Entry, Store
 
 OLD_SECONDS = 24 * 3600.0
 GRACE_SECONDS = 60.0
+UNFINISHED = "temporary files"
 _FOLDERS = {"", "state", ".claims"}
 """In which a save has temporary files. What lies in others belongs to other checkpoints."""
 
@@ -53,7 +54,10 @@ def plan_leftovers(*stores: Store, old: float = OLD_SECONDS, grace: float = GRAC
         for attempt in parts[root].values():
             left = _judge(attempt, found, number, now, old, grace)
             planned.append(left and replace(left, root=root))
-        planned += [_derived(store, found, now, grace) if number == 0 else None, _temporary(store, root, now, old)]
+        planned += [
+            _derived(store, found, now, grace) if number == 0 else None,
+            _temporary(store, root, parts[root], now, old),
+        ]
     return sorted((left for left in planned if left), key=lambda left: -(left.age or 0))
 
 
@@ -106,18 +110,25 @@ def _derived(store: Store, found: Found | None, now: float, grace: float) -> Lef
     )  # fmt: skip
 
 
-def _temporary(store: Store, root: int, now: float, old: float) -> Leftover | None:
-    """What writers had not finished when they died; only local stores have such files."""
-    local = unwrap(store)
-    stale = local.stale_temps(old) if isinstance(local, LocalStore) else ()
-    found = [entry for entry in stale if entry.key.rpartition("/")[0].partition("/")[0] in _FOLDERS]
+def _temporary(store: Store, root: int, attempts: dict[str, Attempt], now: float, old: float) -> Leftover | None:
+    """What writers had not finished when they died: temporary files, and uploads, which no listing shows."""
+    alive = {a.id for a in attempts.values() if a.marked and now - a.marked.modified < old}
+    found = [
+        entry
+        for entry in store.unfinished()
+        if entry.modified <= now - old and _is_here(entry.key) and attempt_of(entry.key) not in alive
+    ]
     if not found:
         return None
     age = now - max(entry.modified for entry in found)
     keys, nbytes = tuple(entry.key for entry in found), sum(entry.nbytes for entry in found)
-    return Leftover(
-        "temporary files", keys, nbytes, age, removable=True, why=f"not finished, {_words(age)} old", root=root
-    )
+    return Leftover(UNFINISHED, keys, nbytes, age, removable=True, why=f"not finished, {_words(age)} old", root=root)
+
+
+def _is_here(key: str) -> bool:
+    """Whether an unfinished file is one of this checkpoint's, not of one below."""
+    folder, _, name = key.rpartition("/")
+    return attempt_of(key) is not None or (name.startswith(".") and folder.partition("/")[0] in _FOLDERS)
 
 
 def _leftover(attempt: Attempt, files: list[Entry], age: float | None, *, removable: bool, why: str) -> Leftover:
@@ -137,7 +148,8 @@ def remove(leftover: Leftover, *stores: Store, old: float = OLD_SECONDS, grace: 
         return [f"{leftover.attempt}: {again.why if again else 'it is needed now'}"]
     for key in again.keys:
         try:
-            stores[leftover.root].delete(key)
+            store = stores[leftover.root]
+            (store.discard if again.attempt == UNFINISHED else store.delete)(key)
         except StoreError as error:
             return [str(error)]
     return []

@@ -103,12 +103,13 @@ def verify(
     Several URLs are the roots of one striped checkpoint, in any order.
     Raises CheckpointNotFound where there is none at all; damage is reported, not raised.
     """
-    listener, count = listener or to_log, threads_of(threads)
+    listener = listener or to_log
+    threads_of(threads)
     stores = open_roots(url, storage_options=storage_options, listener=listener)
     home = stores[0].url
     try:
         if len(stores) > 1:
-            return Report(home, [verify_store(stores, count, listener)])
+            return Report(home, [verify_store(stores, threads_of(threads, stores), listener)])
         found = places(stores[0])
     finally:
         close_all(stores)
@@ -116,7 +117,7 @@ def verify(
     for place in found:
         inner = open_roots(join(home, place) if place else url, storage_options=storage_options, listener=listener)
         try:
-            reports.append(verify_store(inner, count, listener))
+            reports.append(verify_store(inner, threads_of(threads, inner), listener))
         finally:
             close_all(inner)
     return Report(home, reports)
@@ -127,10 +128,14 @@ def default_threads() -> int:
     return min(8, len(os.sched_getaffinity(0)))
 
 
-def threads_of(threads: int | None) -> int:
-    """The number of threads to use where the caller says `threads`; None for the default. Raises InvalidArgument."""
+def threads_of(threads: int | None, stores: Sequence[Store] = ()) -> int:
+    """The number of threads to use where the caller says `threads`. Raises InvalidArgument.
+
+    None: one for each core, or as many as the connections that serve the stores best.
+    """
     if threads is None:
-        return default_threads()
+        wanted = [store.capabilities.connections for store in stores]
+        return max((count for count in wanted if count), default=default_threads())
     if type(threads) is not int or not 1 <= threads <= 1024:  # noqa: PLR2004
         raise InvalidArgument(f"threads must be a whole number from 1 to 1024, not {brief(threads)}")
     return threads

@@ -15,7 +15,7 @@ from shardstore.index import NAME, Index
 from shardstore.plan import FileRead
 from shardstore.run import resolve
 from shardstore.storage import Store, Urls, close_all, open_roots
-from shardstore.transfer import Job, Outcome, Reader
+from shardstore.transfer import Job, Outcome, Reader, in_parallel
 
 
 class Missing(Damaged, FileNotFoundError):
@@ -29,13 +29,14 @@ class Source:
         self, url: Urls, *, expect: str | None = None, threads: int | None = None,
         listener: Listener | None = None, storage_options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        self.threads = threads_of(threads)
+        threads_of(threads)
         if isinstance(url, str) and "@" in url:
             url = resolve(url, storage_options=storage_options, listener=listener)
         self.stores: Sequence[Store] = open_roots(url, storage_options=storage_options, listener=listener)
         try:
             self.stores, found = need_roots(self.stores)
             self.url = self.stores[0].url
+            self.threads = threads_of(threads, self.stores)
             self.index: Index = found.index
             _authenticate(found.data, self.index, expect)
             self.reporter = Reporter("load", self.url, listener or to_log)
@@ -105,14 +106,18 @@ class Source:
 
     def check_present(self, files: Iterable[int]) -> None:
         """That files are there with their sizes, before anything is touched. Raises as `read` does."""
-        for file in files:
-            entry = self.index.files[file]
-            try:
-                found = self.store(file).stat(entry.path)
-            except KeyMissing as error:
-                raise self._gone(error, file) from error
-            if found.kind != "file" or found.nbytes != entry.nbytes:
-                raise self._wrong_size(file, found.nbytes, found.kind)
+        numbers = list(files)
+        # Where each look is a request, many are sent at once.
+        in_parallel(self._check_one, numbers, self.threads if self.stores[0].capabilities.connections else 1)
+
+    def _check_one(self, file: int) -> None:
+        entry = self.index.files[file]
+        try:
+            found = self.store(file).stat(entry.path)
+        except KeyMissing as error:
+            raise self._gone(error, file) from error
+        if found.kind != "file" or found.nbytes != entry.nbytes:
+            raise self._wrong_size(file, found.nbytes, found.kind)
 
     def _job(self, read: FileRead) -> Job:
         entry = self.index.files[read.file]

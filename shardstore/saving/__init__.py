@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from shardstore.saving.api import Saved, save
-from shardstore.saving.background import Pending, save_async, warm_up
+from shardstore.saving.api import Saved, save, save_flat
+from shardstore.saving.attempt import Lineage, Options, new_attempt
+from shardstore.saving.background import Pending, in_background, save_async, warm_up
 
-__all__ = ["Pending", "Saved", "save", "save_async", "warm_up"]
+__all__ = [
+    "Lineage",
+    "Options",
+    "Pending",
+    "Saved",
+    "in_background",
+    "new_attempt",
+    "save",
+    "save_async",
+    "save_flat",
+    "warm_up",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Self
@@ -75,9 +75,12 @@ def save(  # noqa: PLR0913 - the public face: every argument but two has a defau
 
 def save_flat(
     flat: tree.Flat, stores: Sequence[Store], options: Options, *,
-    overwrite: bool, single_writer: bool, listener: Listener,
+    overwrite: bool, single_writer: bool, listener: Listener, before_commit: Callable[[], None] = lambda: None,
 ) -> Saved:  # fmt: skip
-    """Save a flattened state, whose tensors stay as they are meanwhile."""
+    """Save a flattened state, whose tensors stay as they are meanwhile.
+
+    `before_commit` is called last before the point of no return; what it raises ends the save, with its files removed.
+    """
     began = time.perf_counter()
     home, *_ = stores = _prepared(stores, single_writer=single_writer)
     stores, replaced = _look(stores, overwrite=overwrite)
@@ -94,6 +97,7 @@ def save_flat(
             supersede(stores, replaced.index)  # now: who dies after the commit leaves no files without a mark
         if len(stores) > 1:
             marks.make_lasting()
+        before_commit()
         cleanup.no_return()
         commit(stores[0], index.attempt, data, replaced.version if replaced else None, single_writer=single_writer)
     tidy_up(stores, index, data, replaced, reporter)

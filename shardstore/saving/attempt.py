@@ -26,19 +26,36 @@ from shardstore.transfer import HashedBody, put_all
 
 
 @dataclass(frozen=True, slots=True)
+class Lineage:
+    """Where a checkpoint stands in its run: the run's id, the owner's epoch, the number of the save, its parent."""
+
+    run: str
+    owner: int
+    seq: int
+    parent: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
-    """How a state is saved, checked at construction."""
+    """How a state is saved, checked at construction. `attempt`: the id where the place was named by it already."""
 
     shards: ShardOptions
     step: int | None
     hash: str
     threads: int
+    attempt: str | None = None
+    lineage: Lineage | None = None
 
     def __post_init__(self) -> None:
         if self.step is not None and not (type(self.step) is int and 0 <= self.step < 2**63):
             raise InvalidArgument(f"step must be a whole number from 0 on, or None, not {brief(self.step)}")
         if type(self.hash) is not str or not known(self.hash):
             raise InvalidArgument(f"hash must be 'xxh3_128' or 'sha256', not {brief(self.hash)}")
+
+
+def new_attempt() -> str:
+    """A new attempt id: 16 hexadecimal digits that no seed can repeat."""
+    return secrets.token_hex(8)
 
 
 class File(NamedTuple):
@@ -55,7 +72,7 @@ class Attempt:
     """The files of one save, planned at construction."""
 
     def __init__(self, flat: tree.Flat, options: Options, stores: Sequence[Store], reporter: Reporter) -> None:
-        self.id = secrets.token_hex(8)
+        self.id = options.attempt or new_attempt()
         self._flat, self._options, self._stores, self._reporter = flat, options, stores, reporter
         self._paths, self._specs = [leaf.path for leaf in flat.leaves], [leaf.spec for leaf in flat.leaves]
         stored = (number for number in range(len(self._paths)) if number not in flat.aliases)
@@ -82,11 +99,13 @@ class Attempt:
         ]
         table: dict[TensorSpec, int] = {}
         kinds = [table.setdefault(spec, len(table)) for spec in self._specs]
+        parent = replaced.index.attempt if replaced else None
+        line = self._options.lineage or Lineage("", 0, replaced.index.seq + 1 if replaced else 0, parent)
         return Index(
-            attempt=self.id, time=utc_now(), hash=self._options.hash, files=files, meta=len(files) - 1,
+            attempt=self.id, run=line.run or None, owner=line.owner, seq=line.seq, parent=line.parent,
+            time=utc_now(), hash=self._options.hash, files=files, meta=len(files) - 1,
             paths=self._paths, table=list(table), kinds=kinds, aliases=self._flat.aliases, step=self._options.step,
-            seq=replaced.index.seq + 1 if replaced else 0,
-            parent=replaced.index.attempt if replaced else None, roots=len(self._stores),
+            roots=len(self._stores),
             versions={"shardstore": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         )  # fmt: skip
 

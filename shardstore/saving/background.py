@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from shardstore import tree
@@ -112,25 +112,32 @@ def save_async(  # noqa: PLR0913 - the public face: every argument but two has a
         raise InvalidArgument(f"busy must be 'wait' or 'skip', not {brief(busy)}")
     options = Options(ShardOptions(layout, shards, shard_bytes, group_by), step, hash, threads_of(threads))
     ranks_of(group)
+
+    def work(flat: tree.Flat) -> Saved:
+        stores = open_roots(url, storage_options=storage_options, listener=listener)
+        try:
+            return save_flat(
+                flat, stores, options, overwrite=overwrite, single_writer=single_writer, listener=listener or to_log
+            )
+        finally:
+            close_all(stores)
+
+    return in_background(state, work, threads=options.threads, busy=busy)
+
+
+def in_background(
+    state: Any, work: Callable[[tree.Flat], Saved], *, threads: int, busy: Literal["wait", "skip"] = "wait"
+) -> Pending | None:
+    """Copy a state, and call `work` with the copy on a thread of low priority; `threads` copy. As `save_async`."""
     with _background.lock:
         if busy == "skip" and _background.current is not None and not _background.current.done():
             return None
         _background.wait()
         with no_gc():
-            flat = _staged(tree.flatten(state), options.threads)
+            flat = _staged(tree.flatten(state), threads)
         pending = _background.current = Pending()
-
-        def work() -> Saved:
-            stores = open_roots(url, storage_options=storage_options, listener=listener)
-            try:
-                return save_flat(
-                    flat, stores, options, overwrite=overwrite, single_writer=single_writer, listener=listener or to_log
-                )
-            finally:
-                close_all(stores)
-
         # No daemon: a process whose main thread has ended waits for it.
-        threading.Thread(target=_run, args=(pending, work), name="shardstore-save", daemon=False).start()
+        threading.Thread(target=_run, args=(pending, flat, work), name="shardstore-save", daemon=False).start()
     return pending
 
 
@@ -154,10 +161,10 @@ def _staged(flat: tree.Flat, threads: int) -> tree.Flat:
     return tree.Flat(leaves, flat.aliases, flat.state, flat.flat, flat.left)
 
 
-def _run(pending: Pending, work: Any) -> None:
+def _run(pending: Pending, flat: tree.Flat, work: Callable[[tree.Flat], Saved]) -> None:
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # on Linux, of this thread and its own alone
-        pending._saved = work()  # noqa: SLF001 - the two are one
+        pending._saved = work(flat)  # noqa: SLF001 - the two are one
     except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
         pending._error = error  # noqa: SLF001
     finally:

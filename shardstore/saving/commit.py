@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import os
+import random
 import socket
 import threading
 import time
@@ -23,12 +24,14 @@ from shardstore.errors import (
     StoreError,
     StoreUnavailable,
 )
-from shardstore.index import NAME, Index, mark_name
+from shardstore.index import NAME, FileEntry, Index, mark_name
 from shardstore.storage import Bytes, Store
+from shardstore.transfer import in_parallel
 
 REFRESH_SECONDS = 60.0
 OVERDUE_SECONDS = 3600.0
-_TRIES = 5
+_TRIES = 6
+_WAIT_SECONDS = 0.1
 
 
 def utc_now() -> str:
@@ -90,10 +93,13 @@ def mark_content(attempt: str, state: str, **more: Any) -> bytes:
 
 def check_written(stores: Sequence[Store], index: Index) -> None:
     """That every file the index names is there, with its size. Raises StoreError."""
-    for file in index.files:
+
+    def look(file: FileEntry) -> None:
         found = stores[file.root].stat(file.path)
         if found.nbytes != file.nbytes:
             raise StoreError(f"{file.path!r} has {found.nbytes} bytes after it was written, {file.nbytes} were sent")
+
+    in_parallel(look, index.files, stores[0].capabilities.connections or 1)
 
 
 def commit(store: Store, attempt: str, data: bytes, replaces: str | None, *, single_writer: bool = False) -> None:
@@ -104,7 +110,9 @@ def commit(store: Store, attempt: str, data: bytes, replaces: str | None, *, sin
     Raises CheckpointExists where another save was first, CommitUnknown where it can't be found out.
     """
     trusted = single_writer and not store.capabilities.exclusive
-    for _ in range(_TRIES):
+    for turn in range(_TRIES):
+        if turn:
+            time.sleep(_WAIT_SECONDS * 2**turn * (1 + random.random()))  # noqa: S311 - so that many do not come at once
         try:
             if trusted:
                 _put_unguarded(store, data, replaces)

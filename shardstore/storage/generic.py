@@ -126,6 +126,13 @@ class FsspecStore:
         with contextlib.suppress(KeyMissing), self._failing("removing", path):
             self._fs.rm_file(path)
 
+    def unfinished(self) -> Sequence[Entry]:
+        """Fsspec does not say."""
+        return ()
+
+    def discard(self, key: str) -> None:
+        """Nothing is shown as unfinished."""
+
     def now(self) -> float:
         """The clock of this machine: fsspec knows no other."""
         return time.time()

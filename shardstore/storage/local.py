@@ -237,15 +237,20 @@ class LocalStore:
         """Close the files that were kept open for reading."""
         self._handles.drop()
 
-    def stale_temps(self, older_than: float = DAY) -> Sequence[Entry]:
-        """Temporary files of writers that have died: those not touched for `older_than` seconds, by the store's clock.
-
-        `delete` takes their keys.
-        """
-        before = self.now() - older_than
+    def unfinished(self) -> Sequence[Entry]:
+        """Temporary files, of the living and the dead."""
         temps = ((walk.key_of(parts), info) for parts, info in walk.files(self._folders) if posix.is_temp(parts[-1]))
         found = (walk.entry(key, info) for key, info in temps)
-        return sorted(each for each in found if each.modified <= before and each.kind == "file")
+        return sorted(each for each in found if each.kind == "file")
+
+    def discard(self, key: str) -> None:
+        """Remove a temporary file."""
+        self.delete(key)
+
+    def stale_temps(self, older_than: float = DAY) -> Sequence[Entry]:
+        """Temporary files of dead writers: those not touched for `older_than` seconds, by the store's clock."""
+        before = self.now() - older_than
+        return [each for each in self.unfinished() if each.modified <= before]
 
     def remove_claims(self, older_than: float = DAY) -> None:
         """Remove the folders that conditional puts leave behind, where none was made for `older_than` seconds.

@@ -105,6 +105,12 @@ class MemoryStore:
         with _TREE.lock:
             _TREE.files.pop(self._path(key), None)
 
+    def unfinished(self) -> Sequence[Entry]:
+        return ()
+
+    def discard(self, key: str) -> None:
+        """Nothing is ever unfinished."""
+
     def now(self) -> float:
         return time.time()
 

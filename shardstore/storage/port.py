@@ -132,6 +132,15 @@ class Store(Protocol):
     def delete(self, key: str) -> None:
         """Remove one file; nothing of that name is fine. Folders that become empty below the root may go too."""
 
+    def unfinished(self) -> Sequence[Entry]:
+        """Files whose writing was begun and not ended: temporary files, uploads in parts; none where there are no such.
+
+        `modified` says when they were last touched. A listing does not show them.
+        """
+
+    def discard(self, key: str) -> None:
+        """Remove what `unfinished` shows under that key; nothing there is fine."""
+
     def now(self) -> float:
         """The store's own clock, in seconds since 1970, comparable with `Entry.modified`."""
 

@@ -81,6 +81,12 @@ class RetryingStore:
     def delete(self, key: str) -> None:
         self._again("delete", key, lambda: self.inner.delete(key))
 
+    def unfinished(self) -> Sequence[Entry]:
+        return self._again("unfinished", "", self.inner.unfinished)
+
+    def discard(self, key: str) -> None:
+        self._again("discard", key, lambda: self.inner.discard(key))
+
     def now(self) -> float:
         return self._again("now", "", self.inner.now)
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shardstore.errors import CheckpointExists, InvalidArgument, StoreError, StoreUnavailable
+from shardstore.errors import CheckpointExists, InvalidArgument, KeyMissing, StoreError, StoreUnavailable
 from shardstore.events import Listener
 from shardstore.storage import multipart
 from shardstore.storage.port import Blob, Body, Capabilities, Entry, check_key
@@ -237,6 +237,37 @@ class S3Store:
                     f"the listing of {self.url!r} says that there is more, but not where", filename=self.url
                 )
             more = {"ContinuationToken": token}
+
+    def unfinished(self) -> Sequence[Entry]:
+        """Uploads in parts that are neither complete nor aborted. Services that don't list them show none."""
+        found: dict[str, float] = {}
+        for each in self._begun(self._prefix):
+            key, begun = each["Key"][len(self._prefix) :], each["Initiated"].timestamp()
+            found[key] = max(begun, found.get(key, begun))
+        return sorted(Entry(key, 0, begun) for key, begun in found.items())
+
+    def discard(self, key: str) -> None:
+        """Abort all uploads of an object."""
+        name = self._name(key)
+        for each in self._begun(name):
+            if each["Key"] == name:
+                with contextlib.suppress(KeyMissing):  # ended meanwhile
+                    self._client.call("abort_multipart_upload", Key=name, UploadId=each["UploadId"])
+
+    def _begun(self, prefix: str) -> Iterator[Mapping[str, Any]]:
+        more: dict[str, Any] = {}
+        while True:
+            try:
+                page = self._client.call("list_multipart_uploads", Prefix=prefix, **more)
+            except StoreUnavailable:
+                raise
+            except StoreError:
+                return  # not allowed, or not known there: the bucket's lifecycle rule sees to them
+            yield from page.get("Uploads", ())
+            markers = page.get("NextKeyMarker"), page.get("NextUploadIdMarker")
+            if not page.get("IsTruncated") or not markers[0] or markers[0] == more.get("KeyMarker"):
+                return
+            more = {"KeyMarker": markers[0], "UploadIdMarker": markers[1] or ""}
 
     # -- the rest
 

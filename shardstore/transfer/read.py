@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from shardstore import address
-from shardstore.errors import Damaged
+from shardstore.errors import Damaged, StoreError
 from shardstore.events import Reporter
 from shardstore.hashing import DIGEST_BYTES, new
 from shardstore.index import FileEntry, Index
@@ -68,6 +68,8 @@ class Reader:
         """Carry out all jobs. Raises Damaged at the first bad block unless `keep_going`."""
         units = [(job, run) for job in jobs for run in self._runs(job)]
         in_parallel(self._read, units, self._threads)
+        if sum(len(run) for _, run in units) != sum(len(job.blocks) for job in jobs):
+            raise StoreError("not all blocks that were wanted were read")  # memory of the others is not what was saved
         return self.outcome
 
     def _runs(self, job: Job) -> Iterator[range]:

@@ -23,6 +23,7 @@ import torch
 import shardstore
 from shardstore import header
 from shardstore.errors import Damaged, InvalidArgument, Mismatch, ShardstoreError, StoreError, UnsupportedVersion
+from shardstore.memory.fresh import TORCH_DTYPES
 from tests.kit.damage import (
     INDEX,
     edit_index,
@@ -940,6 +941,20 @@ def test_Z16_an_unknown_dtype_is_an_unsupported_version(place: Path, cli, dtype:
     """A dtype of a later version."""
     edit_index(place, lambda document: document["tensors"]["kinds"][0].__setitem__(0, dtype))
     refused(place, cli, UnsupportedVersion, match="dtype", exit_code=7)
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "map"}, {"only": "model/w"}], ids=str)
+def test_Z16_a_dtype_that_this_torch_lacks_is_an_unsupported_version(
+    place: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+):
+    """A known dtype, but an older torch: the error says so, and what has other dtypes still loads."""
+    monkeypatch.delitem(TORCH_DTYPES, "float32")
+    with pytest.raises(UnsupportedVersion, match="float32"):
+        shardstore.load(place, **options)
+    with shardstore.open(place) as ckpt, pytest.raises(UnsupportedVersion, match="float32"):
+        ckpt["model/w"]
+    assert shardstore.load(place, only="n") == {"n": 3}
+    assert shardstore.verify(place).ok
 
 
 def test_a_damaged_checkpoint_costs_little_time(place: Path):

@@ -127,6 +127,7 @@ def test_K04_names_come_back_exactly_and_make_no_file_names(tmp_path: Path, plac
     shardstore.load(tmp_path / "c", into=whole)
     assert_same(whole, state)
     assert all(ALLOWED_FILES.fullmatch(name) for name in files_of(tmp_path / "c"))
+    assert all(data.isascii() for name, data in files_of(tmp_path / "c").items() if name.endswith(".json"))
     assert list(tmp_path.iterdir()) == [tmp_path / "c"]
     assert shardstore.verify(tmp_path / "c").ok
     for path in shards_of(tmp_path / "c"):

@@ -115,9 +115,6 @@ def prune(place: Path) -> list[str]:
         if leftover.removable:
             assert remove(leftover, store) == []
             gone += leftover.keys
-    for temp in store.stale_temps():
-        store.delete(temp.key)
-        gone.append(temp.key)
     store.close()
     return gone
 

@@ -21,8 +21,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 import shardstore
 from shardstore.check import GRACE_SECONDS
 from shardstore.errors import CheckpointNotFound, CommitUnknown, ShardstoreError, StoreError
+from shardstore.index import HF_NAME
 from shardstore.storage import Store
-from tests.crash.places import DAY, age, files, look, named, prune, settled, tidy
+from tests.crash.places import DAY, age, files, look, named, prune, settled, temps
 from tests.crash.states import number_of, state
 from tests.kit.faults import Fault, FaultyStore, Wrapper
 from tests.kit.inject import injected
@@ -263,7 +264,8 @@ class Machine(RuleBasedStateMachine):
                 age(self.root / place, 2 * DAY)
                 prune(self.root / place)
                 self.every_place_is_as_the_model_says()
-                assert not files(self.root / place) if self.model[place] is None else tidy(self.root / place)
+                assert files(self.root / place) - {HF_NAME} == named(self.root / place)
+                assert temps(self.root / place) == []
         finally:
             for sleeper in self.asleep:
                 sleeper.bed.awake.set()

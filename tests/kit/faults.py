@@ -63,6 +63,12 @@ class Wrapper:
     def delete(self, key: str) -> None:
         self.around("delete", key, lambda: self.inner.delete(key))
 
+    def unfinished(self) -> Sequence[Entry]:
+        return self.inner.unfinished()
+
+    def discard(self, key: str) -> None:
+        self.inner.discard(key)
+
     def now(self) -> float:
         return self.around("now", "", self.inner.now)
 

@@ -33,4 +33,5 @@ def injected(wrap: Callable[[Store], Store]) -> Iterator[list[Any]]:
     with ExitStack() as stack:
         for name in USERS:
             stack.enter_context(mock.patch.object(importlib.import_module(name), "open_store", open_store))
+        stack.enter_context(mock.patch("shardstore.saving.commit._WAIT_SECONDS", 0))
         yield made
