@@ -142,7 +142,8 @@ def test_any_section_can_be_loaded_alone(state: dict, data: Any):
     chosen = data.draw(st.sets(st.sampled_from([*named, "zulu"]), min_size=1))
     url = place()
     shardstore.save(state, url)
-    assert_same(shardstore.load(url, only=sorted(chosen)), {key: state[key] for key in state if key in chosen})
+    wanted = {key: value for key, value in state.items() if str(key) in chosen}  # the sections 6 and "6" have one label
+    assert_same(shardstore.load(url, only=sorted(chosen)), wanted)
     assert_same(shardstore.load(url, only="**"), state)
 
 

@@ -14,7 +14,7 @@ import subprocess
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -73,10 +73,12 @@ def answers(url: str) -> bool:
 
 
 class Process:
-    """A process that writes to a log file."""
+    """A process that writes to a log file, and ends with this one, however that ends (where there is `setpriv`)."""
 
     def __init__(self, command: list[str], log: Path) -> None:
         self._log = log
+        tied = shutil.which("setpriv")
+        command = [tied, "--pdeathsig", "KILL", *command] if tied else command
         with log.open("wb") as file:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
 
@@ -109,8 +111,11 @@ class Weed:
 
 
 @contextmanager
-def server(folder: Path, *, s3: bool = False) -> Iterator[Weed]:
-    """Master, volume server and filer in one process, with a gateway for S3 on request; stopped in the end."""
+def server(folder: Path, *, s3: bool = False, options: Sequence[str] = ()) -> Iterator[Weed]:
+    """Master, volume server and filer in one process, with a gateway for S3 on request; stopped in the end.
+
+    `options`: more of them, which win over those that stand here.
+    """
     names = ["master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc"]
     names += ["s3.port", "s3.port.grpc"] if s3 else []
     ports = dict(zip(names, free_ports(len(names)), strict=True))
@@ -121,7 +126,7 @@ def server(folder: Path, *, s3: bool = False) -> Iterator[Weed]:
     command += [f"-{name}={port}" for name, port in ports.items()]
     if s3:
         command += _gateway(folder)
-    process = Process(command, folder / "server.log")
+    process = Process([*command, *options], folder / "server.log")
     try:
         made = Weed(folder, f"{HOST}:{ports['filer.port']}.{ports['filer.port.grpc']}")
         master, filer = (f"http://{HOST}:{ports[name]}" for name in ("master.port", "filer.port"))
