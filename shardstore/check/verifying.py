@@ -33,7 +33,7 @@ from shardstore.transfer import damaged, in_parallel
 Kind: TypeAlias = Literal["index", "missing", "size", "damaged", "digest", "header", "meta", "derived", "unreadable"]
 _RESTARTS = 4
 META_SCHEMA = "shardstore-meta/1"
-META_MAX_BYTES = 1 << 29
+META_MAX_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ from benchmarks.systems import SYSTEMS
 from benchmarks.tasks import TASKS
 
 PAIRS = [(task, name) for task in TASKS for name, system in SYSTEMS.items() if task in system.calls]
+LOCAL = [(task, name) for task, name in PAIRS if not TASKS[task].remote]
+REMOTE = [(task, name) for task, name in PAIRS if TASKS[task].remote]
 
 
 @pytest.fixture(scope="module", params=["toy", "toy-many"])
@@ -29,7 +31,7 @@ def settings(shm_path, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # DCP warns of what it was asked to do
-@pytest.mark.parametrize(("task", "name"), PAIRS)
+@pytest.mark.parametrize(("task", "name"), LOCAL)
 def test_every_system_does_every_task_right(task, name, case, shm_path, tmp_path):
     """Each system gives back the saved bits at each of its tasks, is measured, and leaves no file."""
     with library(case, shm_path) as shelf:
