@@ -5,31 +5,36 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import shutil
 import sys
 import time
 import warnings
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, report
+from benchmarks import bucket, machine, report
+from benchmarks.bucket import Buckets
 from benchmarks.goals import judge
 from benchmarks.peak import peak
-from benchmarks.runner import Library, Settings, library, measure, new_folder
+from benchmarks.runner import Library, Settings, library, measure, new_folder, remove, unmeasured
 from benchmarks.states import STATES, Case
 from benchmarks.systems import SYSTEMS, System
-from benchmarks.tasks import PEAKS, TASKS, Task
+from benchmarks.tasks import PEAKS, S3_PEAKS, TASKS, Task
 
 DEFAULT_STATES = ["gpt-124m", "many-small"]
-DEFAULT_TASKS = [*TASKS, "peak"]
+DEFAULT_TASKS = [*(name for name, task in TASKS.items() if not task.remote), "peak"]
+S3_TASKS = [*(name for name, task in TASKS.items() if task.remote), "s3-peak"]
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     """The options. Names may be given several at a time."""
     about = "Measure shardstore beside its peers and beside the bare system calls."
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=about)
-    parser.add_argument("--tasks", nargs="+", choices=DEFAULT_TASKS, default=DEFAULT_TASKS)
+    every = [*DEFAULT_TASKS, *S3_TASKS]
+    parser.add_argument("--tasks", nargs="+", choices=every, default=DEFAULT_TASKS, help="default: all without s3-")
+    parser.add_argument("--all-tasks", action="store_const", dest="tasks", const=every, help="those on S3, too")
     parser.add_argument("--states", nargs="+", choices=list(STATES), default=DEFAULT_STATES)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--rounds", type=int, default=5, help="after a warm-up round (default 5)")
@@ -47,20 +52,50 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def run_state(name: str, options: argparse.Namespace, settings: Settings) -> tuple[list[Any], list[Any]]:
+Rows = tuple[list[Any], list[Any]]  # results and peaks
+
+
+def run_state(name: str, options: argparse.Namespace, settings: Settings) -> Rows:
     """All tasks on one state: results and peaks."""
-    case = Case.of(name, options.threads)
-    results, peaks = [], []
-    with library(case, options.memory) as shelf:
-        for task in (TASKS[word] for word in TASKS if word in options.tasks):
-            if task.states and name not in task.states:
-                continue
-            began = time.perf_counter()
-            results += [row.json() for row in measure(case, task, _systems(task, name, options), shelf, settings)]
-            print(f"{name}: {task.name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-        if "peak" in options.tasks and name in ("gpt-124m", "toy"):
-            peaks = _peaks(case, shelf, options)
-    return results, peaks
+    tasks = [TASKS[word] for word in TASKS if word in options.tasks]
+    tasks = [task for task in tasks if not task.states or name in task.states]
+    peaks = [word for word in ("peak", "s3-peak") if word in options.tasks and name in ("gpt-124m", "toy")]
+    results, sizes = [], []
+    local = [task for task in tasks if not task.remote]
+    if local or "peak" in peaks:
+        case = Case.of(name, options.threads)
+        with library(case, options.memory) as shelf:
+            results += _measured(case, local, shelf, options, settings)
+            if "peak" in peaks:
+                sizes += _peaks(case, shelf, options.memory, _peak_work(PEAKS, ("ours", "peer"), name, options))
+    if len(local) < len(tasks) or "s3-peak" in peaks:
+        remote = [task for task in tasks if task.remote]
+        more, extra = _on_s3(Case.of(name, options.threads), remote, options, settings, peaks="s3-peak" in peaks)
+        results += more
+        sizes += extra
+    return results, sizes
+
+
+def _on_s3(case: Case, tasks: list[Task], options: argparse.Namespace, settings: Settings, *, peaks: bool) -> Rows:
+    """The tasks that need the server, which runs as long."""
+    if why := bucket.missing():
+        rows = [row for task in tasks for row in unmeasured(case, task, _systems(task, case.name, options), why)]
+        return [row.json() for row in rows], []
+    with bucket.started(options.memory) as buckets, library(case, buckets) as shelf:
+        results = _measured(case, tasks, shelf, options, replace(settings, buckets=buckets))
+        work = _peak_work(S3_PEAKS, ("ours",), case.name, options) if peaks else []
+        return results, _peaks(case, shelf, buckets, work)
+
+
+def _measured(
+    case: Case, tasks: list[Task], shelf: Library, options: argparse.Namespace, settings: Settings
+) -> list[Any]:
+    results = []
+    for task in tasks:
+        began = time.perf_counter()
+        results += [row.json() for row in measure(case, task, _systems(task, case.name, options), shelf, settings)]
+        print(f"{case.name}: {task.name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    return results
 
 
 def _systems(task: Task, state: str, options: argparse.Namespace) -> list[System]:
@@ -68,21 +103,26 @@ def _systems(task: Task, state: str, options: argparse.Namespace) -> list[System
     return [system for system in chosen if not (options.quick and state in system.slow)]
 
 
-def _peaks(case: Case, shelf: Library, options: argparse.Namespace) -> list[Any]:
-    work = [(TASKS[name], system) for name in PEAKS for system in _systems(TASKS[name], case.name, options)]
-    work = [(task, system) for task, system in work if system.kind in ("ours", "peer")]
+def _peak_work(
+    tasks: Sequence[str], kinds: Sequence[str], state: str, options: argparse.Namespace
+) -> list[tuple[Task, System]]:
+    work = [(TASKS[name], system) for name in tasks for system in _systems(TASKS[name], state, options)]
+    return [(task, system) for task, system in work if system.kind in kinds]
+
+
+def _peaks(case: Case, shelf: Library, place: Path | Buckets, work: list[tuple[Task, System]]) -> list[Any]:
     for task, system in work:
         if not task.saves:
             shelf.of(system)
     case.clear()  # the child needs the room
     rows = []
     for task, system in work:
-        folder = new_folder(options.memory, case) if task.saves else shelf.of(system)
+        folder = new_folder(place, case) if task.saves else shelf.of(system)
         try:
             rows.append(peak(case, task, system, folder))
         finally:
             if task.saves:
-                shutil.rmtree(folder)
+                remove(place, folder)
     return rows
 
 

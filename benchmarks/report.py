@@ -60,7 +60,7 @@ def _measured(run: dict[str, Any]) -> Iterator[str]:
 def _task(state: str, task: str, rows: list[dict[str, Any]]) -> Iterator[str]:
     timed = [row for row in rows if row["seconds"]]
     ours = next((median(row["seconds"]) for row in timed if row["kind"] == "ours"), None)
-    limit = next((median(row["seconds"]) for row in timed if row["system"] == "bare"), None)
+    limit = next((median(row["seconds"]) for row in timed if row["system"] in ("bare", "bandwidth")), None)
     rate = "" if task == "open" else "µs a tensor" if STATES[state].per_tensor else "GB/s"
     head = ["system", "call", "median s", "least s", rate, "CPU s per GB", "of the limit", "shardstore is", "lacks"]
     lines = []
@@ -83,6 +83,11 @@ def _task(state: str, task: str, rows: list[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         if row["error"]:
             yield from (f"{row['system']} failed: `{row['error'].splitlines()[0]}`", "")
+        if row.get("skipped"):
+            yield from (f"{row['system']} was not measured: {row['skipped']}.", "")
+        if row.get("requests"):
+            kinds = ", ".join(f"{count} {name}" for name, count in sorted(row["requests"].items()))
+            yield from (f"Requests of {row['system']}: {sum(row['requests'].values())} ({kinds}).", "")
 
 
 def _rate(row: dict[str, Any], seconds: float, unit: str) -> str:

@@ -9,10 +9,11 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bucket import CONNECTIONS, LATENCY_MS, MIB, MIB_PER_S, Buckets, Remote, Where
 from benchmarks.machine import memory_free, settle
 from benchmarks.states import Case
 from benchmarks.systems import SYSTEMS, System
@@ -35,6 +36,8 @@ class Result:
     cpu: list[float] = field(default_factory=list)  # seconds of all threads, user and system
     warm: bool = True  # False: the warm-up took so long that it is the only round
     error: str | None = None
+    skipped: str | None = None  # why it was not measured
+    requests: dict[str, int] | None = None  # of one go, by S3's names
 
     def json(self) -> dict[str, Any]:
         return asdict(self)
@@ -48,20 +51,29 @@ class Settings:
     slow: float
     memory: Path
     disk: Path
+    buckets: Buckets | None = None
+
+    def place(self, task: Task) -> Path | Buckets:
+        """Where what a task saves or loads lies."""
+        if task.remote:
+            if self.buckets is None:
+                raise ValueError(f"{task.name} needs a server")
+            return self.buckets
+        return self.memory if task.place == "memory" else self.disk
 
 
 class Library:
-    """Folders that loads read from: saved once for all systems that read the same files."""
+    """Folders, or places in buckets, that loads read from: saved once for all systems that read the same files."""
 
-    def __init__(self, case: Case, place: Path) -> None:
+    def __init__(self, case: Case, place: Path | Buckets) -> None:
         self._case = case
         self._place = place
-        self._folders: dict[str, Path] = {}
+        self._folders: dict[str, Where] = {}
 
     def __contains__(self, system: System) -> bool:
         return system.files in self._folders
 
-    def of(self, system: System) -> Path:
+    def of(self, system: System) -> Any:
         """The folder with what this system reads. Saves it where it isn't there yet."""
         if system.files not in self._folders:
             writer = next(each for each in SYSTEMS.values() if each.files == system.files)
@@ -69,23 +81,23 @@ class Library:
             try:
                 writer.save(self._case, folder, durable=False)
             except BaseException:
-                shutil.rmtree(folder)
+                remove(self._place, folder)
                 raise
             self._folders[system.files] = folder
         return self._folders[system.files]
 
-    def adopt(self, system: System, folder: Path) -> None:
+    def adopt(self, system: System, folder: Where) -> None:
         """Keep what was saved, because saving it again would take long."""
         self._folders[system.files] = folder
 
     def close(self) -> None:
         for folder in self._folders.values():
-            shutil.rmtree(folder)
+            remove(self._place, folder)
         self._folders.clear()
 
 
 @contextmanager
-def library(case: Case, place: Path) -> Iterator[Library]:
+def library(case: Case, place: Path | Buckets) -> Iterator[Library]:
     """A library that is removed afterwards, whatever happens."""
     made = Library(case, place)
     try:
@@ -94,8 +106,10 @@ def library(case: Case, place: Path) -> Iterator[Library]:
         made.close()
 
 
-def new_folder(place: Path, case: Case) -> Path:
-    """An empty folder. Raises OSError where there is no room for another copy of the state."""
+def new_folder(place: Path | Buckets, case: Case) -> Any:
+    """An empty folder or bucket. Raises OSError where a folder has no room for another copy of the state."""
+    if isinstance(place, Buckets):
+        return place.new()
     free = shutil.disk_usage(place).free
     if place.resolve().is_relative_to("/dev/shm"):  # its bytes are memory, whatever its size allows
         free = min(free, memory_free())
@@ -104,38 +118,83 @@ def new_folder(place: Path, case: Case) -> Path:
     return Path(tempfile.mkdtemp(prefix="shardstore-bench-", dir=place))
 
 
+def remove(place: Path | Buckets, folder: Where) -> None:
+    """Remove what `new_folder` has made."""
+    if isinstance(place, Buckets):
+        assert isinstance(folder, Remote)
+        place.remove(folder)
+    else:
+        assert isinstance(folder, Path)
+        shutil.rmtree(folder)
+
+
 def measure(case: Case, task: Task, systems: list[System], shelf: Library, settings: Settings) -> list[Result]:
     """All rounds of a task. A system that fails is out, with its error; the others go on."""
     rows = [(system, _result(case, task, system)) for system in systems]
     for turn in range(settings.rounds + 1):
         shift = turn % max(len(rows), 1)
         for system, row in rows[shift:] + rows[:shift]:  # nobody is always first
-            if row.error is None and row.warm:
+            if row.error is None and row.skipped is None and row.warm:
                 try:
                     _round(case, task, system, row, shelf, settings, first=turn == 0)
                 except Exception as error:  # noqa: BLE001 - told in the report
                     row.error = f"{type(error).__name__}: {error}"
                     row.seconds.clear()
                     traceback.print_exc(limit=-4)
+    for system, row in rows:
+        if task.place == "s3" and system.kind == "ours" and row.seconds:
+            row.requests = _requests(case, task, system, shelf, settings)
+    if task.place == "s3-paced":
+        rows.append((System(), bandwidth(case, task)))
     return [row for _, row in rows]
 
 
 def _result(case: Case, task: Task, system: System) -> Result:
     call, lacks = system.calls[task.name], system.lacks
-    return Result(case.name, task.name, system.name, system.kind, call, lacks, case.tensors, case.nbytes)
+    row = Result(case.name, task.name, system.name, system.kind, call, lacks, case.tensors, case.nbytes)
+    row.skipped = system.missing()
+    return row
+
+
+def unmeasured(case: Case, task: Task, systems: list[System], why: str) -> list[Result]:
+    """The rows of a task that can't be measured here."""
+    return [replace(_result(case, task, system), skipped=why) for system in systems]
+
+
+def bandwidth(case: Case, task: Task) -> Result:
+    """What the paced way allows at most; calculated."""
+    call = f"{CONNECTIONS} connections of {MIB_PER_S} MiB/s, {LATENCY_MS} ms"
+    seconds = case.nbytes / (CONNECTIONS * MIB_PER_S * MIB)
+    return Result(
+        case.name, task.name, "bandwidth", "limit", call, "", case.tensors, case.nbytes, seconds=[seconds], cpu=[0.0]
+    )
+
+
+def _requests(case: Case, task: Task, system: System, shelf: Library, settings: Settings) -> dict[str, int]:
+    """The requests of one more go, through a proxy that counts them; not timed."""
+    place = settings.place(task)
+    assert isinstance(place, Buckets)
+    folder = place.new() if task.saves else shelf.of(system)
+    try:
+        with place.counted() as (endpoint, requests):
+            task.act(system, case, folder.via(endpoint))
+        return dict(requests)
+    finally:
+        if task.saves:
+            place.remove(folder)
 
 
 def _round(
     case: Case, task: Task, system: System, row: Result, shelf: Library, settings: Settings, *, first: bool
 ) -> None:
-    if task.saves:
-        folder = new_folder(settings.memory if task.place == "memory" else settings.disk, case)
-    else:
-        folder = shelf.of(system)
+    place = settings.place(task)
+    folder = new_folder(place, case) if task.saves else shelf.of(system)
     keep = not task.saves
     try:
-        seconds, cpu = _timed(case, task, system, folder, check=first)
-        row.warm = not (first and seconds > settings.slow and system.kind in ("peer", "plain"))
+        way = folder.via(place.paced) if isinstance(place, Buckets) and task.place == "s3-paced" else folder
+        seconds, cpu = _timed(case, task, system, way, check=first)
+        patient = task.remote or system.kind not in ("peer", "plain")  # all of S3 is slow
+        row.warm = not (first and seconds > settings.slow and not patient)
         if not first or not row.warm:
             row.seconds.append(seconds)
             row.cpu.append(cpu)
@@ -144,10 +203,10 @@ def _round(
             keep = True
     finally:
         if not keep:
-            shutil.rmtree(folder)
+            remove(place, folder)
 
 
-def _timed(case: Case, task: Task, system: System, folder: Path, *, check: bool) -> tuple[float, float]:
+def _timed(case: Case, task: Task, system: System, folder: Where, *, check: bool) -> tuple[float, float]:
     """Wall and CPU seconds of one go. With `check`, raises ValueError where its result is wrong."""
     if check:
         task.before(case)

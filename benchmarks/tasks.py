@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.bucket import LATENCY_MS, MIB_PER_S
 from benchmarks.states import Case, difference, zero
 from benchmarks.systems import System
 
@@ -17,28 +17,33 @@ class Task:
 
     name: str
     about: str
-    place: str  # memory or disk
+    place: str  # memory, disk, s3 or s3-paced
     saves: bool  # gets an empty folder; the others get one that was saved before
-    act: Callable[[System, Case, Path], Any]
-    wrong: Callable[[System, Case, Path, Any], str | None]
+    act: Callable[[System, Case, Any], Any]
+    wrong: Callable[[System, Case, Any, Any], str | None]
     allocates: bool = True  # memory for a state or its files
     states: tuple[str, ...] = ()  # measured on these only by default; empty: on all
     before: Callable[[Case], None] = lambda _case: None  # only where the result is checked
 
+    @property
+    def remote(self) -> bool:
+        """Whether it needs the S3 server."""
+        return self.place.startswith("s3")
 
-def _saved(system: System, case: Case, folder: Path, _result: Any) -> str | None:
+
+def _saved(system: System, case: Case, folder: Any, _result: Any) -> str | None:
     return system.wrong(case, folder)
 
 
-def _filled(_system: System, case: Case, _folder: Path, _result: Any) -> str | None:
+def _filled(_system: System, case: Case, _folder: Any, _result: Any) -> str | None:
     return difference(case.state, case.target)
 
 
-def _loaded(system: System, case: Case, _folder: Path, result: Any) -> str | None:
+def _loaded(system: System, case: Case, _folder: Any, result: Any) -> str | None:
     return difference(case.state, system.tree(result, case))
 
 
-def _counted(_system: System, case: Case, _folder: Path, result: Any) -> str | None:
+def _counted(_system: System, case: Case, _folder: Any, result: Any) -> str | None:
     return None if result == case.tensors else f"{result} tensors instead of {case.tensors}"
 
 
@@ -99,4 +104,42 @@ TASKS = {
     )
 }
 
+_S3 = (
+    Task(
+        "s3-save",
+        "save into an empty bucket",
+        "s3",
+        saves=True,
+        act=lambda system, case, folder: system.save(case, folder, durable=True),
+        wrong=_saved,
+        states=("gpt-124m", "toy"),
+    ),
+    Task(
+        "s3-load-into",
+        "load from a bucket into the tensors of a state that is there",
+        "s3",
+        saves=False,
+        act=lambda system, case, folder: system.load_into(case, folder),
+        wrong=_filled,
+        states=("gpt-124m", "toy"),
+        before=lambda case: zero(case.target),
+    ),
+    Task(
+        "s3-load-fresh",
+        "load from a bucket into new memory",
+        "s3",
+        saves=False,
+        act=lambda system, case, folder: system.load_fresh(case, folder),
+        wrong=_loaded,
+        states=("gpt-124m", "toy"),
+    ),
+)
+_SLOWLY = f"{LATENCY_MS} ms added to each request, {MIB_PER_S} MiB/s on each connection"
+_PACED = (
+    replace(task, name=name, place="s3-paced", about=f"{task.about}, {_SLOWLY}")
+    for name, task in (("s3-paced-save", _S3[0]), ("s3-paced-load", _S3[1]))
+)
+TASKS |= {task.name: task for task in (*_S3, *_PACED)}
+
 PEAKS = ("save", "load-into")  # tasks whose extra memory is measured
+S3_PEAKS = ("s3-save", "s3-load-into")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         InvalidArgument,
         KeyMissing,
         Mismatch,
+        NothingToResume,
         ShardstoreError,
         StoreError,
         StoreUnavailable,
@@ -46,7 +47,7 @@ _WHERE = {
     **dict.fromkeys(
         [
             "CheckpointExists", "CheckpointNotFound", "CommitUnknown", "Damaged", "Fenced", "InvalidArgument",
-            "KeyMissing", "Mismatch", "ShardstoreError", "StoreError", "StoreUnavailable", "Superseded", "Unfinished",
+            "KeyMissing", "Mismatch", "NothingToResume", "ShardstoreError", "StoreError", "StoreUnavailable", "Superseded", "Unfinished",
             "UnsupportedState", "UnsupportedVersion",
         ],
         "shardstore.errors",
@@ -64,6 +65,7 @@ __all__ = [
     "KeyMissing",
     "LazyTensor",
     "Mismatch",
+    "NothingToResume",
     "Pending",
     "Report",
     "Run",

@@ -7,6 +7,7 @@ from benchmarks.systems.base import System
 from benchmarks.systems.dcp import OneThread, TwoThreads
 from benchmarks.systems.flat import Flat
 from benchmarks.systems.ours import Shardstore
+from benchmarks.systems.s3_clients import Boto3, Boto3Managed, Connector, ConnectorDcp, Obstore, S3fs
 from benchmarks.systems.safetensors_file import Safetensors, SafetensorsCloned
 from benchmarks.systems.torch_save import Torch, TorchMapped, TorchUnchecked
 
@@ -27,5 +28,11 @@ SYSTEMS: dict[str, System] = {
         Bare(),
         BareHashed(),
         Copy(),
+        S3fs(),
+        Boto3Managed(),
+        Boto3(),
+        Obstore(),
+        Connector(),
+        ConnectorDcp(),
     )
 }

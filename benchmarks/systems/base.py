@@ -12,7 +12,8 @@ from benchmarks.states import Case, Tree, difference, zero
 class System:
     """One way to save and load. It takes part in the tasks that `calls` names, and has the methods that they need.
 
-    A save gets an empty folder, a load the folder that `save` of a system with the same `files` has filled.
+    A save gets an empty folder, a load the folder that `save` of a system with the same `files` has filled. In tasks on
+    S3 that is a place in a bucket, a `benchmarks.bucket.Remote`.
     """
 
     name: ClassVar[str]
@@ -21,6 +22,10 @@ class System:
     calls: ClassVar[dict[str, str]] = {}  # by task, what is called
     lacks: ClassVar[str] = ""  # what it does not do, of: hash, fsync, atomic commit
     slow: ClassVar[frozenset[str]] = frozenset()  # states on which it takes minutes: left out of a quick run
+
+    def missing(self) -> str | None:
+        """Why it can't be measured here, None if it can."""
+        return None
 
     def save(self, case: Case, folder: Path, *, durable: bool) -> None:
         """Save the state. With `durable` it is flushed to the disk before this returns."""
@@ -48,7 +53,7 @@ class System:
 
     def wrong(self, case: Case, folder: Path) -> str | None:
         """What is wrong with what was saved into the folder; not timed."""
-        if "load-into" in self.calls:
+        if self.calls.keys() & {"load-into", "s3-load-into"}:
             zero(case.target)
             self.load_into(case, folder)
             return difference(case.state, case.target)

@@ -103,7 +103,7 @@ def verify(
     Several URLs are the roots of one striped checkpoint, in any order.
     Raises CheckpointNotFound where there is none at all; damage is reported, not raised.
     """
-    listener = listener or to_log
+    listener = to_log if listener is None else listener
     threads_of(threads)
     stores = open_roots(url, storage_options=storage_options, listener=listener)
     home = stores[0].url

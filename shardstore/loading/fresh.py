@@ -70,10 +70,11 @@ def read_mapped(source: Source, numbers: Collection[int]) -> dict[int, torch.Ten
     source.check_present(file for file, _ in wanted)
     tensors: dict[int, torch.Tensor] = {}
     maps: dict[int, memoryview] = {}
-    for file, extents in wanted:
+    for file, _ in wanted:
         maps[file] = source.store(file).map(source.index.files[file].path)
-        tensors.update(over(maps[file], extents))
     _verify_maps(source, wanted, maps)
+    for file, extents in wanted:
+        tensors.update(over(maps[file], extents))
     rest = [number for number in numbers if number not in tensors]
     if rest:
         source.read(_in_pieces(source, rest, tensors))

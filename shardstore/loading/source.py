@@ -39,7 +39,7 @@ class Source:
             self.threads = threads_of(threads, self.stores)
             self.index: Index = found.index
             _authenticate(found.data, self.index, expect)
-            self.reporter = Reporter("load", self.url, listener or to_log)
+            self.reporter = Reporter("load", self.url, to_log if listener is None else listener)
             self.meta = tree.parse_meta(self._read_meta(), count=len(self.index.paths), file=self.meta_path)
             if self.meta.attempt != self.index.attempt:
                 raise Damaged(f"{self.meta_path} belongs to another checkpoint", file=self.meta_path)

@@ -22,6 +22,7 @@ OWN = 1024 * 1024
 ARENA = 32 * 1024 * 1024
 """Small tensors share memory of at most so many bytes."""
 _ALIGN = 64
+_STRUCTURE = 16
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
 
@@ -96,30 +97,76 @@ def carve(extents: Sequence[Extent]) -> Iterator[Carved]:
                 tensor = single(extent.spec)
                 yield Carved(extent.offset, extent.nbytes, tensor.data_ptr(), [(extent.tensor, tensor)])
         else:
-            yield from map(_together, _chunks(group))
+            for bunch in _bunches(group):
+                yield from _together(bunch)
 
 
 _number, _spec = operator.itemgetter(0), operator.itemgetter(3)
 
 
-def _chunks(extents: Iterable[Extent], most: int = ARENA) -> Iterator[list[Extent]]:
-    """Neighbours without a gap between them that span about `most` bytes of the file."""
-    chunk: list[Extent] = []
+def _bunches(extents: Iterable[Extent]) -> Iterator[list[Extent]]:
+    """Small tensors that share one arena: about ARENA bytes of them."""
+    bunch: list[Extent] = []
+    nbytes = 0
     for extent in extents:
-        if chunk and (extent.offset != chunk[-1].offset + chunk[-1].nbytes or extent.offset - chunk[0].offset > most):
+        if nbytes > ARENA:
+            yield bunch
+            bunch, nbytes = [], 0
+        bunch.append(extent)
+        nbytes += extent.nbytes
+    if bunch:
+        yield bunch
+
+
+def _aligned(extents: Iterable[Extent]) -> Iterator[list[Extent]]:
+    """Neighbours without a gap, in which each tensor begins a multiple of 16 bytes after the first.
+
+    The file aligns a tensor to its element; memory from an allocator is aligned for structures. Small tensors of bytes
+    stand alone.
+    """
+    chunk: list[Extent] = []
+    start = end = 0
+    alone = False
+    for extent in extents:
+        was_alone, alone = alone, _is_state(extent)
+        if chunk and (alone or was_alone or extent.offset != end or (extent.offset - start) % _STRUCTURE):
             yield chunk
             chunk = []
+        if not chunk:
+            start = extent.offset
         chunk.append(extent)
+        end = extent.offset + extent.nbytes
     if chunk:
         yield chunk
 
 
-def _together(chunk: list[Extent]) -> Carved:
-    first, last = chunk[0], chunk[-1]
-    nbytes = last.offset + last.nbytes - first.offset
-    lead = first.offset % _ALIGN  # the file's data start is aligned to 64, so types stay aligned
-    arena = raw(lead + nbytes)[lead:]
-    return Carved(first.offset, nbytes, arena.data_ptr(), list(_shaped_runs(arena, chunk, first.offset)))
+def _is_state(extent: Extent) -> bool:
+    """Whether a tensor may be the state of a generator, which torch reads from the start of its storage.
+
+    `torch.set_rng_state` ignores a storage offset: given a part of a larger storage it fails, or ends the process.
+    """
+    return extent.spec.dtype == "uint8" and len(extent.spec.shape) == 1 and extent.nbytes < OWN
+
+
+def _alone(extent: Extent) -> Carved:
+    tensor = torch.empty(extent.spec.shape, dtype=TORCH_DTYPES[extent.spec.dtype])
+    return Carved(extent.offset, extent.nbytes, tensor.data_ptr(), [(extent.tensor, tensor)])
+
+
+def _together(bunch: list[Extent]) -> Iterator[Carved]:
+    chunks = []
+    for chunk in _aligned(bunch):
+        if _is_state(chunk[0]):
+            yield _alone(chunk[0])
+        else:
+            chunks.append(chunk)
+    sizes = [chunk[-1].offset + chunk[-1].nbytes - chunk[0].offset for chunk in chunks]
+    arena = raw(sum(-(-size // _ALIGN) * _ALIGN for size in sizes))
+    at = 0
+    for chunk, size in zip(chunks, sizes, strict=True):
+        memory = arena[at : at + size]
+        yield Carved(chunk[0].offset, size, memory.data_ptr(), list(_shaped_runs(memory, chunk, chunk[0].offset)))
+        at += -(-size // _ALIGN) * _ALIGN
 
 
 def _shaped_runs(memory: torch.Tensor, extents: Sequence[Extent], base: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -132,7 +179,14 @@ def _shaped_runs(memory: torch.Tensor, extents: Sequence[Extent], base: int) -> 
 
 
 def over(buffer: memoryview, extents: Sequence[Extent]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Number and tensor of every extent, over the memory of a mapped file."""
+    """Number and tensor of every extent, over the memory of a mapped file.
+
+    What lies at odd addresses there, or may be the state of a generator, is copied.
+    """
     whole = torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else torch.empty(0, dtype=torch.uint8)
-    for chunk in _chunks(extents, most=len(buffer)):
-        yield from _shaped_runs(whole[chunk[0].offset :], chunk, chunk[0].offset)
+    for chunk in _aligned(extents):
+        begin, end = chunk[0].offset, chunk[-1].offset + chunk[-1].nbytes
+        memory = whole[begin:end]
+        if begin % _STRUCTURE or _is_state(chunk[0]):
+            memory = memory.clone()
+        yield from _shaped_runs(memory, chunk, begin)

@@ -39,7 +39,7 @@ class Run:
         listener: Listener | None = None, single_writer: bool = False,
     ) -> None:  # fmt: skip
         self._options = storage_options
-        self._listener = listener or to_log
+        self._listener = to_log if listener is None else listener
         self._single_writer = single_writer
         self._log: LossWriter | None = None
         self.store = self._open(url)

@@ -67,7 +67,12 @@ def save(  # noqa: PLR0913 - the public face: every argument but two has a defau
         stores = open_roots(url, storage_options=storage_options, listener=listener)
         try:
             return save_flat(
-                flat, stores, options, overwrite=overwrite, single_writer=single_writer, listener=listener or to_log
+                flat,
+                stores,
+                options,
+                overwrite=overwrite,
+                single_writer=single_writer,
+                listener=to_log if listener is None else listener,
             )
         finally:
             close_all(stores)

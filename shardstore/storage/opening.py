@@ -39,7 +39,9 @@ def open_store(
     if scheme in {"s3", "s3a"}:
         from shardstore.storage.s3 import S3Store
 
-        return RetryingStore(S3Store(text, options, listener or to_log), attempts=1)  # it retries single requests
+        return RetryingStore(
+            S3Store(text, options, to_log if listener is None else listener), attempts=1
+        )  # it retries single requests
     if scheme not in {"file", "memory"}:
         from shardstore.storage.generic import FsspecStore
 

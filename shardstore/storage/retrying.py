@@ -44,7 +44,7 @@ class RetryingStore:
         self._attempts = attempts
         self._timeout_s = timeout_s
         self._wait_s = wait_s
-        self._listener = listener or to_log
+        self._listener = to_log if listener is None else listener
         self._lock = threading.Lock()
 
     @property

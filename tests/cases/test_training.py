@@ -344,3 +344,23 @@ def test_the_derived_index_is_what_hugging_face_tools_expect(tmp_path: Path):
         assert torch.equal(safetensors.torch.load_file(tmp_path / "c" / file)[name], state["model"][name])
     at_the_top = {name for name in os.listdir(tmp_path / "c") if name.endswith("safetensors")}
     assert at_the_top == set(derived["weight_map"].values())
+
+
+@pytest.mark.parametrize("mode", ["copy", "map"])
+@pytest.mark.parametrize("odd", [1, 3, 8, 13])
+def test_R01_the_state_of_a_generator_can_be_set_as_it_comes_back(tmp_path: Path, mode: str, odd: int):
+    """It is read from the start of its storage: it must not be a part of a larger one, whatever lies beside it.
+
+    All small tensors begin at addresses that are aligned as an allocator's are.
+    """
+    noise = {"bytes": torch.zeros(odd, dtype=torch.uint8), "flags": torch.ones(odd, dtype=torch.bool)}
+    halves = {"half": torch.randn(odd).half(), "float": torch.randn(odd)}
+    torch.manual_seed(odd)
+    torch.randn(odd)
+    shardstore.save({"noise": noise, "rng": torch.get_rng_state(), "halves": halves}, tmp_path / "c")
+    wanted = torch.randn(5)
+    loaded = shardstore.load(tmp_path / "c", mode=mode)
+    torch.set_rng_state(loaded["rng"])
+    assert torch.equal(torch.randn(5), wanted)
+    tensors = [*loaded["noise"].values(), *loaded["halves"].values(), loaded["rng"]]
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
