@@ -47,8 +47,8 @@ _WHERE = {
     **dict.fromkeys(
         [
             "CheckpointExists", "CheckpointNotFound", "CommitUnknown", "Damaged", "Fenced", "InvalidArgument",
-            "KeyMissing", "Mismatch", "NothingToResume", "ShardstoreError", "StoreError", "StoreUnavailable", "Superseded", "Unfinished",
-            "UnsupportedState", "UnsupportedVersion",
+            "KeyMissing", "Mismatch", "NothingToResume", "ShardstoreError", "StoreError", "StoreUnavailable",
+            "Superseded", "Unfinished", "UnsupportedState", "UnsupportedVersion",
         ],
         "shardstore.errors",
     ),
