@@ -131,7 +131,8 @@ def remove(place: Path | Buckets, folder: Where) -> None:
 def measure(case: Case, task: Task, systems: list[System], shelf: Library, settings: Settings) -> list[Result]:
     """All rounds of a task. A system that fails is out, with its error; the others go on."""
     rows = [(system, _result(case, task, system)) for system in systems]
-    for turn in range(settings.rounds + 1):
+    rounds = min(settings.rounds, 2) if task.place == "s3-paced" else settings.rounds  # a clock's work: no noise
+    for turn in range(rounds + 1):
         shift = turn % max(len(rows), 1)
         for system, row in rows[shift:] + rows[:shift]:  # nobody is always first
             if row.error is None and row.skipped is None and row.warm:

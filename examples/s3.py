@@ -33,8 +33,8 @@ def main() -> None:
             print(f"  {path}  {list(tensor.shape)}")
         print("first rows:", checkpoint["model/0.weight"][:2, :4].tolist())
 
-    report = shardstore.verify(url, storage_options=options)
-    print("verified:", "every byte is right" if report.ok else "damaged")
+    for found in shardstore.verify(words.url, storage_options=options).checkpoints:  # all that lie there
+        print(f"  {found.url}  step {found.step}  {found.nbytes:,} bytes  {'whole' if found.ok else 'damaged'}")
 
     loaded = shardstore.load(url, only="model/*", storage_options=options)["model"]
     same = all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())

@@ -10,10 +10,11 @@ import functools
 import io
 import json
 import math
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from benchmarks.bucket import KEY, REGION, SECRET, Remote
 from benchmarks.states import Case, leaves
 from benchmarks.systems.base import System
 
+T = TypeVar("T")
+
 SHARDS = 16
 MIB = 1 << 20
 _NO_EXTRAS = {
@@ -31,6 +34,21 @@ _NO_EXTRAS = {
     "response_checksum_validation": "when_required",
     "s3": {"payload_signing_enabled": False, "addressing_style": "path"},
 }
+
+
+_making = threading.Lock()
+
+
+def _once(make: Callable[..., T]) -> Callable[..., T]:
+    """Like functools.cache; many threads that ask at once get the same."""
+    cached = functools.cache(make)
+
+    @functools.wraps(make)
+    def locked(*words: str) -> T:
+        with _making:
+            return cached(*words)
+
+    return locked
 
 
 class Client(System):
@@ -120,7 +138,7 @@ class S3fs(Client):
         return _s3fs(at.endpoint).cat_file(f"{at.bucket}/{at.prefix}/{key}")
 
 
-@functools.cache
+@_once
 def _s3fs(endpoint: str) -> Any:
     import s3fs
 
@@ -175,7 +193,7 @@ class Boto3(Client):
         return buffer
 
 
-@functools.cache
+@_once
 def _boto3(endpoint: str) -> Any:
     import boto3
     from botocore.config import Config
@@ -184,7 +202,7 @@ def _boto3(endpoint: str) -> Any:
     return session.client("s3", endpoint_url=endpoint, config=Config(**_NO_EXTRAS))
 
 
-@functools.cache
+@_once
 def _transfer() -> Any:
     from boto3.s3.transfer import TransferConfig
 
@@ -209,7 +227,7 @@ class Obstore(Client):
         return obstore.get(_obstore(at.endpoint, at.bucket), f"{at.prefix}/{key}").bytes()
 
 
-@functools.cache
+@_once
 def _obstore(endpoint: str, bucket: str) -> Any:
     from obstore.store import S3Store
 
@@ -238,7 +256,7 @@ class Connector(Client):
         return crt(at.endpoint).get_object(at.bucket, f"{at.prefix}/{key}").read()
 
 
-@functools.cache
+@_once
 def crt(endpoint: str) -> Any:
     """A client of s3torchconnector; it finds its credentials in the environment."""
     from s3torchconnector._s3client import S3Client, S3ClientConfig

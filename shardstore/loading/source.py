@@ -30,6 +30,7 @@ class Source:
         listener: Listener | None = None, storage_options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         threads_of(threads)
+        self._present: set[int] = set()
         if isinstance(url, str) and "@" in url:
             url = resolve(url, storage_options=storage_options, listener=listener)
         self.stores: Sequence[Store] = open_roots(url, storage_options=storage_options, listener=listener)
@@ -106,7 +107,7 @@ class Source:
 
     def check_present(self, files: Iterable[int]) -> None:
         """That files are there with their sizes, before anything is touched. Raises as `read` does."""
-        numbers = list(files)
+        numbers = [file for file in files if file not in self._present]
         # Where each look is a request, many are sent at once.
         in_parallel(self._check_one, numbers, self.threads if self.stores[0].capabilities.connections else 1)
 
@@ -118,6 +119,8 @@ class Source:
             raise self._gone(error, file) from error
         if found.kind != "file" or found.nbytes != entry.nbytes:
             raise self._wrong_size(file, found.nbytes, found.kind)
+        if self.store(file).capabilities.connections:
+            self._present.add(file)  # where each look is a request, one is enough
 
     def _job(self, read: FileRead) -> Job:
         entry = self.index.files[read.file]

@@ -10,7 +10,7 @@ from hashlib import sha256
 from typing import Any, Self
 
 from shardstore import tree
-from shardstore.check import Found, find_roots, threads_of
+from shardstore.check import Found, find_roots
 from shardstore.errors import CheckpointExists, InvalidArgument, KeyMissing, ShardstoreError
 from shardstore.events import Listener, Reporter, to_log
 from shardstore.hashing import DEFAULT
@@ -60,7 +60,7 @@ def save(  # noqa: PLR0913 - the public face: every argument but two has a defau
     Raises UnsupportedState before a byte is written for what can't be stored; CheckpointExists where a checkpoint is;
     StoreError where the store fails, with what was written removed again; CommitUnknown where the store did not answer.
     """
-    options = Options(ShardOptions(layout, shards, shard_bytes, group_by), step, hash, threads_of(threads))
+    options = Options(ShardOptions(layout, shards, shard_bytes, group_by), step, hash, threads)
     ranks_of(group)
     with no_gc():
         flat = tree.flatten(state)

@@ -12,7 +12,7 @@ import torch
 
 from shardstore import header, tree
 from shardstore._version import __version__
-from shardstore.check import Found
+from shardstore.check import Found, threads_of
 from shardstore.errors import InvalidArgument, brief
 from shardstore.events import Reporter
 from shardstore.hashing import known
@@ -37,18 +37,22 @@ class Lineage:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a state is saved, checked at construction. `attempt`: the id where the place was named by it already."""
+    """How a state is saved, checked at construction.
+
+    `threads`: None for what suits the stores. `attempt`: the id, where the place was named by it already.
+    """
 
     shards: ShardOptions
     step: int | None
     hash: str
-    threads: int
+    threads: int | None = None
     attempt: str | None = None
     lineage: Lineage | None = None
 
     def __post_init__(self) -> None:
         if self.step is not None and not (type(self.step) is int and 0 <= self.step < 2**63):
             raise InvalidArgument(f"step must be a whole number from 0 on, or None, not {brief(self.step)}")
+        threads_of(self.threads)
         if type(self.hash) is not str or not known(self.hash):
             raise InvalidArgument(f"hash must be 'xxh3_128' or 'sha256', not {brief(self.hash)}")
 
@@ -89,7 +93,8 @@ class Attempt:
 
     def write(self) -> None:
         """Write every file, durably."""
-        put_all([(self._stores[file.root], file.key, file.body) for file in self.files], self._options.threads)
+        threads = threads_of(self._options.threads, self._stores)
+        put_all([(self._stores[file.root], file.key, file.body) for file in self.files], threads)
 
     def index(self, replaced: Found | None) -> Index:
         """The index of what was written."""

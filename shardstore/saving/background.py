@@ -110,7 +110,7 @@ def save_async(  # noqa: PLR0913 - the public face: every argument but two has a
     """
     if busy not in ("wait", "skip"):
         raise InvalidArgument(f"busy must be 'wait' or 'skip', not {brief(busy)}")
-    options = Options(ShardOptions(layout, shards, shard_bytes, group_by), step, hash, threads_of(threads))
+    options = Options(ShardOptions(layout, shards, shard_bytes, group_by), step, hash, threads)
     ranks_of(group)
 
     def work(flat: tree.Flat) -> Saved:
@@ -127,7 +127,7 @@ def save_async(  # noqa: PLR0913 - the public face: every argument but two has a
         finally:
             close_all(stores)
 
-    return in_background(state, work, threads=options.threads, busy=busy)
+    return in_background(state, work, threads=threads_of(threads), busy=busy)
 
 
 def in_background(

@@ -22,6 +22,7 @@ from shardstore.storage.s3_client import Client, NotImplementedThere
 
 PART = 16 * 1024 * 1024
 IN_FLIGHT = 16
+READ = 8 * 1024 * 1024
 _OPTIONS = ("part_bytes", "in_flight", "attempts", "timeout_s")
 
 _PROBE = re.compile(r"(?:.*/)?\.probe-[0-9a-f]{16}")
@@ -58,7 +59,7 @@ class S3Store:
         return Capabilities(
             exclusive=_probed.get(self._place("IfNoneMatch"), True), durable=True, mappable=False,
             why="it lies in an object store",
-            read_bytes=self._settings.part_bytes, connections=self._settings.in_flight,
+            read_bytes=min(self._settings.part_bytes, READ), connections=self._settings.in_flight,
         )  # fmt: skip
 
     # -- writing

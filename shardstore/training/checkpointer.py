@@ -10,7 +10,6 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from shardstore.check import threads_of
 from shardstore.errors import CheckpointNotFound, CommitUnknown, InvalidArgument, ShardstoreError, StoreError, brief
 from shardstore.events import Listener
 from shardstore.hashing import DEFAULT
@@ -58,7 +57,7 @@ class Checkpointer:
         hash: str = DEFAULT, single_writer: bool = False, threads: int | None = None, listener: Listener | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        options = Options(ShardOptions(layout, shards, shard_bytes, group_by), None, hash, threads_of(threads))
+        options = Options(ShardOptions(layout, shards, shard_bytes, group_by), None, hash, threads)
         ranks_of(ALL)
         self._every_steps = _positive("every_steps", every_steps, int)
         self._every_seconds = _positive("every_seconds", every_seconds, int, float)

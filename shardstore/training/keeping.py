@@ -21,7 +21,7 @@ def check_policies(keep: Sequence[Policy] | Policy) -> list[Policy]:
     return policies
 
 
-def verify_uncached(run: Run, one: RunCheckpoint, threads: int) -> CheckpointReport:
+def verify_uncached(run: Run, one: RunCheckpoint, threads: int | None) -> CheckpointReport:
     """Read a checkpoint back and check every byte, on local file systems from the device, not from memory."""
     drop_cache(run, one.name)
     return run.verify(one, threads=threads)
@@ -45,7 +45,7 @@ def drop_cache(run: Run, name: str) -> None:
 class Keeping:
     """Retention of a run in training. Nothing here ever stops it: what goes wrong is told."""
 
-    def __init__(self, run: Run, policies: Sequence[Policy], threads: int) -> None:
+    def __init__(self, run: Run, policies: Sequence[Policy], threads: int | None) -> None:
         self._run, self._policies, self._threads = run, policies, threads
         self._doomed: set[str] = set()
         self._swept = False

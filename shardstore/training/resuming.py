@@ -34,7 +34,7 @@ class Resume:
     state: dict[str, Any]
     reset: Sequence[str]
     user_schema: str | None
-    threads: int
+    threads: int | None
     listener: Listener | None
     storage_options: Mapping[str, Any] | None
     passed: list[tuple[RunCheckpoint, str]] = field(default_factory=list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from shardstore.check import threads_of
 from shardstore.errors import StoreError
 from shardstore.events import Listener, to_log
 from shardstore.memory import no_gc
@@ -36,7 +37,7 @@ class Saver:
 
     def later(self, state: State, step: int) -> Pending:
         """Copy a state and save the copy on a thread."""
-        pending = in_background(state, self._work(step), threads=self._options.threads)
+        pending = in_background(state, self._work(step), threads=threads_of(self._options.threads))
         if pending is None:
             raise StoreError("no background save could be started")
         return pending

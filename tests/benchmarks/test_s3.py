@@ -128,12 +128,12 @@ def test_a_place_survives_the_way_through_a_command_line():
 
 
 def test_the_bandwidth_is_what_the_connections_carry():
-    """1.6 GiB on 16 connections of 10 MiB/s take 10.24 s; shardstore has to reach nine tenths of that rate."""
-    case = replace(Case.of("toy", threads=2), name="gpt-124m", nbytes=1638 * 2**20 + 2**20 // 5 * 2)
+    """800 MiB on 16 connections of 5 MiB/s take 10 s; shardstore has to reach nine tenths of that rate."""
+    case = replace(Case.of("toy", threads=2), name="gpt-124m", nbytes=800 * 2**20)
     limit = bandwidth(case, TASKS["s3-paced-save"])
-    assert limit.seconds[0] == pytest.approx(10.24, abs=0.001)
+    assert limit.seconds == [10.0]
     fast, slow = (
-        run(row("shardstore", "s3-paced-save", seconds, kind="ours"), limit.json()) for seconds in (11.3, 11.5)
+        run(row("shardstore", "s3-paced-save", seconds, kind="ours"), limit.json()) for seconds in (11.0, 11.2)
     )
     for measured, reached in ((fast, True), (slow, False)):
         verdict = next(each for each in goals.judge(measured) if each.goal.task == "s3-paced-save")

@@ -274,7 +274,7 @@ class FaultProxy:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._open: set[socket.socket] = set()
-        self._paces: dict[socket.socket, Callable[[int], None]] = {}
+        self._paces: dict[socket.socket, _Pace] = {}
         self._threads: list[threading.Thread] = []
         self._closed = False
         self._accepting = threading.Thread(target=self._accept, name="proxy", daemon=True)
@@ -321,8 +321,12 @@ class FaultProxy:
                 raise TimeoutError("what was waited for did not happen")
 
     def pace(self, client: socket.socket) -> Callable[[int], None]:
-        """Waits, before so many bytes are moved, as long as the bandwidth of a connection asks for."""
-        return self._paces.get(client, lambda nbytes: None)
+        """For one body: waits, before so many bytes are moved, as long as the bandwidth of a connection asks for."""
+        pace = self._paces.get(client)
+        if pace is None:
+            return lambda nbytes: None
+        pace.begin()
+        return pace
 
     def close(self) -> None:
         """End all connections, and the threads."""
@@ -408,15 +412,24 @@ class FaultProxy:
 
 
 class _Pace:
-    """Called before bytes are moved: waits so that no more than `rate` bytes a second are."""
+    """Called before bytes are moved: waits so that no more than `rate` bytes a second are.
+
+    What a body lost by waiting for the others, up to `SLACK_S`, it may catch up with; pauses between bodies are lost.
+    """
+
+    SLACK_S = 0.1
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
         self._free = 0.0
 
+    def begin(self) -> None:
+        """Another body."""
+        self._free = max(time.monotonic(), self._free)
+
     def __call__(self, nbytes: int) -> None:
         now = time.monotonic()
-        self._free = max(now, self._free) + nbytes / self._rate
+        self._free = max(now - self.SLACK_S, self._free) + nbytes / self._rate
         time.sleep(max(0.0, self._free - now))
 
 
