@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardstore import strictjson
+from shardstore.check.marks import MARK_SCHEMA
 from shardstore.errors import CheckpointNotFound, KeyMissing, Unfinished
 from shardstore.index import HF_NAME, MAX_BYTES, NAME, Index, parse
 from shardstore.storage import Entry, Store
 
-MARK_SCHEMA = "shardstore-mark/1"
 _MARK = re.compile(r"attempt-([0-9a-f]{16})\.json")
 _OURS = re.compile(r"(?:model-\d{5}-of-\d{5}-|state/\d{5}-of-\d{5}-|state/meta-)([0-9a-f]{16})\.(?:safetensors|json)")
 _PLACE = re.compile(rf"(?:(.*)/)?(?:{re.escape(NAME)}|{_MARK.pattern}|{_OURS.pattern})", re.DOTALL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -15,11 +14,6 @@ _TRIES = 5
 
 Members = Mapping[str, tuple[type, ...]]
 NONE = type(None)
-
-
-def utc_now() -> str:
-    """The time, as an index has it: ISO 8601, UTC, microseconds."""
-    return dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def dump(schema: str, **members: Any) -> bytes:

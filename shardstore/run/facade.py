@@ -9,12 +9,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from shardstore.check import CheckpointReport, find_index, threads_of, verify_store
+from shardstore.check import CheckpointReport, find_index, threads_of, utc_now, verify_store
 from shardstore.errors import CheckpointNotFound, Damaged, Fenced, InvalidArgument, UnsupportedVersion, brief
 from shardstore.events import Listener, Noticed, to_log
 from shardstore.run import forking, latest, listing, loss_log, losses, marks, owners, removing, sidecars
 from shardstore.run import info as run_info
-from shardstore.run.documents import utc_now
 from shardstore.run.info import Origin, Pivot, RunInfo
 from shardstore.run.listing import RunCheckpoint
 from shardstore.run.loss_log import LossWriter

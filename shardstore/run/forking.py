@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 from collections.abc import Iterator
 
-from shardstore import strictjson
-from shardstore.check import MARK_SCHEMA, Found, default_threads, need_index
+from shardstore.check import Found, default_threads, mark_content, need_index
 from shardstore.check.verifying import verify_file
 from shardstore.errors import CheckpointExists, Damaged, InvalidArgument, ShardstoreError
 from shardstore.events import Listener, Reporter
@@ -16,7 +13,7 @@ from shardstore.index import HF_NAME, FileEntry, mark_name, weight_map
 from shardstore.index import NAME as INDEX
 from shardstore.run import info as run_info
 from shardstore.run import loss_log
-from shardstore.run.documents import put_if, utc_now
+from shardstore.run.documents import put_if
 from shardstore.run.info import Origin, RunInfo
 from shardstore.run.losses import Losses, event_line
 from shardstore.run.names import parse_folder
@@ -47,7 +44,7 @@ def copy_checkpoint(source: Store, target: Store, listener: Listener, *, single_
         raise InvalidArgument(f"{source.url} is spread over {index.roots} roots: it can't be forked")
     reporter = Reporter("save", target.url, listener)
     reporter.started(index.nbytes, len(index.files))
-    target.put(mark_name(index.attempt), Bytes(_mark(index.attempt)))
+    target.put(mark_name(index.attempt), Bytes(mark_content(index.attempt, "writing")))
     try:
         in_parallel(lambda file: _copy(source, target, file), index.files, default_threads())
         _verify(target, found, reporter)
@@ -62,12 +59,6 @@ def copy_checkpoint(source: Store, target: Store, listener: Listener, *, single_
     target.delete(mark_name(index.attempt))
     reporter.finished()
     return found
-
-
-def _mark(attempt: str) -> bytes:
-    who = {"host": socket.gethostname(), "pid": os.getpid()}
-    members = {"schema": MARK_SCHEMA, "attempt": attempt, "state": "writing", "time": utc_now()}
-    return strictjson.dumps({**members, "stripe": [0, 1], **who})
 
 
 def _copy(source: Store, target: Store, file: FileEntry) -> None:

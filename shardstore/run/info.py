@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardstore.check import utc_now
 from shardstore.errors import StoreError
 from shardstore.run import documents
-from shardstore.run.documents import NONE, check, fetch, put_if, utc_now
+from shardstore.run.documents import NONE, check, fetch, put_if
 from shardstore.storage import Store
 
 NAME = "run.json"

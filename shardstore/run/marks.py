@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from shardstore.check import utc_now
 from shardstore.run import documents
-from shardstore.run.documents import fetch, utc_now
+from shardstore.run.documents import fetch
 from shardstore.storage import Bytes, Store
 
 FOLDER = "marks/"

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from shardstore.check import utc_now
 from shardstore.errors import Damaged, Fenced, StoreError, UnsupportedVersion
 from shardstore.run import documents
-from shardstore.run.documents import fetch, put_if, utc_now
+from shardstore.run.documents import fetch, put_if
 from shardstore.storage import Bytes, Store
 
 FOLDER = "owners/"

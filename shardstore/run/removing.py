@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import socket
-
-from shardstore import strictjson
-from shardstore.check import MARK_SCHEMA, find_index, plan_leftovers, remove
+from shardstore.check import find_index, mark_content, plan_leftovers, remove
 from shardstore.errors import KeyMissing, ShardstoreError
 from shardstore.index import HF_NAME, MAX_BYTES, Index, mark_name, origin_of
 from shardstore.index import NAME as INDEX
 from shardstore.run import marks
-from shardstore.run.documents import fetch, utc_now
+from shardstore.run.documents import fetch
 from shardstore.run.listing import RunCheckpoint
 from shardstore.storage import Bytes, LocalStore, Store, unwrap
 
@@ -73,10 +69,7 @@ def _has_derived(place: Store, index: Index) -> bool:
 
 
 def _mark(index: Index) -> bytes:
-    files = [file.path for file in index.files]
-    who = {"host": socket.gethostname(), "pid": os.getpid()}
-    members = {"schema": MARK_SCHEMA, "attempt": index.attempt, "state": "superseded", "time": utc_now()}
-    return strictjson.dumps({**members, "stripe": [0, 1], **who, "files": files})
+    return mark_content(index.attempt, "superseded", files=[file.path for file in index.files])
 
 
 def give_up(place: Store) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
-from shardstore.check import Found, plan_leftovers, remove
+from shardstore.check import Found, mark_content, plan_leftovers, remove
 from shardstore.errors import CheckpointExists, KeyMissing, StoreError, StoreUnavailable
 from shardstore.events import Reporter
 from shardstore.index import HF_NAME, MAX_BYTES, NAME, Index, mark_name, origin_of, weight_map
-from shardstore.saving.commit import mark_content
 from shardstore.storage import Blob, Bytes, Store
 
 _TRIES = 5

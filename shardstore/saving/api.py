@@ -63,19 +63,25 @@ def save(  # noqa: PLR0913 - the public face: every argument but two has a defau
     options = Options(ShardOptions(layout, shards, shard_bytes, group_by), step, hash, threads)
     ranks_of(group)
     with no_gc():
-        flat = tree.flatten(state)
-        stores = open_roots(url, storage_options=storage_options, listener=listener)
-        try:
-            return save_flat(
-                flat,
-                stores,
-                options,
-                overwrite=overwrite,
-                single_writer=single_writer,
-                listener=to_log if listener is None else listener,
-            )
-        finally:
-            close_all(stores)
+        return save_to(
+            tree.flatten(state), url, options, overwrite=overwrite, single_writer=single_writer, listener=listener,
+            storage_options=storage_options,
+        )  # fmt: skip
+
+
+def save_to(
+    flat: tree.Flat, url: Urls, options: Options, *, overwrite: bool, single_writer: bool, listener: Listener | None,
+    storage_options: Mapping[str, Any] | None,
+) -> Saved:  # fmt: skip
+    """Save a flattened state at a place, whose stores are opened for it."""
+    stores = open_roots(url, storage_options=storage_options, listener=listener)
+    try:
+        return save_flat(
+            flat, stores, options, overwrite=overwrite, single_writer=single_writer,
+            listener=to_log if listener is None else listener,
+        )  # fmt: skip
+    finally:
+        close_all(stores)
 
 
 def save_flat(

@@ -12,14 +12,13 @@ import torch
 
 from shardstore import header, tree
 from shardstore._version import __version__
-from shardstore.check import Found, threads_of
+from shardstore.check import Found, threads_of, utc_now
 from shardstore.errors import InvalidArgument, brief
 from shardstore.events import Reporter
 from shardstore.hashing import known
 from shardstore.index import FileEntry, Index
 from shardstore.memory import stream
 from shardstore.plan import Shard, ShardOptions, Tensors, plan_shards, spread
-from shardstore.saving.commit import utc_now
 from shardstore.specs import TensorSpec
 from shardstore.storage import Store
 from shardstore.transfer import HashedBody, put_all

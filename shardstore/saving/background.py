@@ -17,14 +17,14 @@ from typing import Any, Literal
 from shardstore import tree
 from shardstore.check import threads_of
 from shardstore.errors import InvalidArgument, brief
-from shardstore.events import Listener, to_log
+from shardstore.events import Listener
 from shardstore.hashing import DEFAULT
 from shardstore.memory import Arena, needed, no_gc
 from shardstore.plan import GroupBy, Layout, ShardOptions
 from shardstore.ranks import ALL, ranks_of
-from shardstore.saving.api import Saved, save_flat
+from shardstore.saving.api import Saved, save_to
 from shardstore.saving.attempt import Options
-from shardstore.storage import Urls, close_all, open_roots
+from shardstore.storage import Urls
 
 NICE = 19
 """A background save takes what the training leaves: its threads run at the lowest priority."""
@@ -114,18 +114,10 @@ def save_async(  # noqa: PLR0913 - the public face: every argument but two has a
     ranks_of(group)
 
     def work(flat: tree.Flat) -> Saved:
-        stores = open_roots(url, storage_options=storage_options, listener=listener)
-        try:
-            return save_flat(
-                flat,
-                stores,
-                options,
-                overwrite=overwrite,
-                single_writer=single_writer,
-                listener=to_log if listener is None else listener,
-            )
-        finally:
-            close_all(stores)
+        return save_to(
+            flat, url, options, overwrite=overwrite, single_writer=single_writer, listener=listener,
+            storage_options=storage_options,
+        )  # fmt: skip
 
     return in_background(state, work, threads=threads_of(threads), busy=busy)
 

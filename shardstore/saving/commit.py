@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
-import os
 import random
-import socket
 import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from shardstore import strictjson
-from shardstore.check import MARK_SCHEMA, find_index
+from shardstore.check import find_index, mark_content
 from shardstore.errors import (
     CheckpointExists,
     CommitUnknown,
@@ -32,11 +28,6 @@ REFRESH_SECONDS = 60.0
 OVERDUE_SECONDS = 3600.0
 _TRIES = 6
 _WAIT_SECONDS = 0.1
-
-
-def utc_now() -> str:
-    """The time, as stored: ISO 8601, UTC, microseconds."""
-    return dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 class Marks:
@@ -78,17 +69,6 @@ class Marks:
         while not self._ended.wait(REFRESH_SECONDS):
             with contextlib.suppress(StoreError):  # the next minute tries again; the limit is 24 hours
                 self._put()
-
-
-def mark_content(attempt: str, state: str, **more: Any) -> bytes:
-    """The JSON of a mark.
-
-    `state`: `writing`; `striped` for a part of a committed checkpoint over several roots; `superseded` with the
-    `files` that are no longer needed. `stripe`: which root of how many.
-    """
-    who = {"host": socket.gethostname(), "pid": os.getpid()}
-    base = {"schema": MARK_SCHEMA, "attempt": attempt, "state": state, "time": utc_now(), "stripe": [0, 1]}
-    return strictjson.dumps({**base, **who, **more})
 
 
 def check_written(stores: Sequence[Store], index: Index) -> None:
