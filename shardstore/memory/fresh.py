@@ -47,7 +47,7 @@ class Extent(NamedTuple):
 def raw(nbytes: int) -> torch.Tensor:
     """`nbytes` of new zeroed memory as a uint8 tensor, private to this process."""
     if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     try:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
@@ -69,7 +69,7 @@ def shaped(memory: torch.Tensor, spec: TensorSpec, count: int) -> Sequence[torch
     """
     dtype = torch_dtype(spec.dtype)
     if not spec.nbytes:
-        return [torch.empty(spec.shape, dtype=dtype) for _ in range(count)]
+        return [torch.empty(spec.shape, dtype=dtype, device="cpu") for _ in range(count)]
     typed = memory.view(dtype)
     if not spec.shape:
         return [one.reshape(()) for one in torch.unsafe_split(typed, 1)]
@@ -149,7 +149,7 @@ def _is_state(extent: Extent) -> bool:
 
 
 def _alone(extent: Extent) -> Carved:
-    tensor = torch.empty(extent.spec.shape, dtype=TORCH_DTYPES[extent.spec.dtype])
+    tensor = torch.empty(extent.spec.shape, dtype=TORCH_DTYPES[extent.spec.dtype], device="cpu")
     return Carved(extent.offset, extent.nbytes, tensor.data_ptr(), [(extent.tensor, tensor)])
 
 
@@ -183,7 +183,9 @@ def over(buffer: memoryview, extents: Sequence[Extent]) -> Iterator[tuple[int, t
 
     What lies at odd addresses there, or may be the state of a generator, is copied.
     """
-    whole = torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else torch.empty(0, dtype=torch.uint8)
+    whole = (
+        torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
     for chunk in _aligned(extents):
         begin, end = chunk[0].offset, chunk[-1].offset + chunk[-1].nbytes
         memory = whole[begin:end]

@@ -63,7 +63,9 @@ class Arena:
             return
         self._memory = None  # before the new one is made: never two at once
         size = -(-max(nbytes, 1) // _HUGE) * _HUGE
-        self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True) if pinned else _unforked(size)
+        self._memory = (
+            torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) if pinned else _unforked(size)
+        )
         self._pinned = pinned
 
     def release(self) -> None:
@@ -72,7 +74,7 @@ class Arena:
 
     def _room(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
         if self._memory is None or not tensor.nbytes:
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         return self._memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 

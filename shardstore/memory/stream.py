@@ -80,7 +80,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     if direct(tensor):
         return tensor.detach()
     tensor = _bits(tensor)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ class _Windows:
             if holder() is None and window.is_pinned() == pinned:
                 del self._lent[at]
                 return window
-        return torch.empty(WINDOW, dtype=torch.uint8, pin_memory=True) if pinned else raw(WINDOW)
+        return torch.empty(WINDOW, dtype=torch.uint8, device="cpu", pin_memory=True) if pinned else raw(WINDOW)
 
 
 def owned(tensor: torch.Tensor) -> memoryview:

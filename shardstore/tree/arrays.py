@@ -54,11 +54,18 @@ def to_sparse(node: dict[str, Any], parts: dict[str, torch.Tensor]) -> torch.Ten
                     parts["values"],
                     node["shape"],
                     is_coalesced=node["coalesced"],
+                    device=parts["values"].device,
                     check_invariants=True,
                 )
             compressed, plain, values = (parts[name] for name in PARTS[node["layout"]])
             return torch.sparse_compressed_tensor(
-                compressed, plain, values, node["shape"], layout=getattr(torch, node["layout"]), check_invariants=True
+                compressed,
+                plain,
+                values,
+                node["shape"],
+                layout=getattr(torch, node["layout"]),
+                check_invariants=True,
+                device=values.device,
             )
     except (RuntimeError, TypeError, ValueError) as error:
         raise BadNode(f"the parts of a sparse tensor don't fit: {str(error)[:200]}") from None

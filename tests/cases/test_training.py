@@ -364,3 +364,25 @@ def test_R01_the_state_of_a_generator_can_be_set_as_it_comes_back(tmp_path: Path
     assert torch.equal(torch.randn(5), wanted)
     tensors = [*loaded["noise"].values(), *loaded["halves"].values(), loaded["rng"]]
     assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+@pytest.mark.parametrize("mode", ["copy", "map"])
+def test_R02_a_default_device_moves_nothing(tmp_path: Path, mode: str):
+    """Under `torch.device("meta")` new memory is host memory all the same, for a save, a background save and a load."""
+    state = {
+        "bytes": torch.arange(9, dtype=torch.uint8),
+        "empty": torch.empty(0, 3),
+        "t": torch.randn(40_000).view(200, -1),
+    }
+    state |= {"odd": state["t"].t(), "rng": torch.get_rng_state(), "one": torch.tensor(1.5)}
+    with torch.device("meta"):
+        shardstore.save(state, tmp_path / "a")
+        handle = shardstore.save_async(state, tmp_path / "b")
+        assert handle is not None
+        handle.result()
+        loaded = shardstore.load(tmp_path / "a", mode=mode)
+        again = shardstore.load(tmp_path / "b", mode=mode)
+        with shardstore.open(tmp_path / "a") as checkpoint:
+            rows = checkpoint["model/t"][3:5]
+    assert all(torch.equal(loaded[name], state[name]) and torch.equal(again[name], state[name]) for name in state)
+    assert torch.equal(rows, state["t"][3:5])

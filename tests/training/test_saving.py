@@ -93,6 +93,8 @@ def test_background_saves_are_returned_at_the_first_step_after_their_commit(tmp_
         assert ckpt.step() is None
         train(state)
         assert ckpt.step() is None
+        while not gates:  # the thread has to open its store first
+            assert not ckpt._pending.done()
         gates[0].open()
         ckpt._pending._ended.wait()
         saved = ckpt.step()
