@@ -102,7 +102,8 @@ def commit(store: Store, attempt: str, data: bytes, replaces: str | None, *, sin
             if _resolved(store, attempt, replaces, error):
                 return
         except StoreError as error:
-            error.definite = _is_not_ours(store, attempt)  # type: ignore[attr-defined]
+            # After an unclear try this "no" is not the last word: the index that was sent first may still land.
+            error.definite = turn == 0 and _is_not_ours(store, attempt)  # type: ignore[attr-defined]
             raise
         else:
             return

@@ -207,3 +207,20 @@ def test_a_foreign_index_of_another_tool_is_left_alone(tmp_path: Path):
     assert (place / "model.safetensors.index.json").read_text() == foreign
     assert any("another tool" in str(event) for event in heard)
     assert same(shardstore.load(place), state())
+
+
+@pytest.mark.parametrize("unclear_first", [False, True])
+def test_a_no_after_an_unclear_answer_removes_nothing(tmp_path: Path, unclear_first: bool):
+    """The first put of the index got no answer and may land late; a later definite "no" must leave its shards.
+
+    A "no" to the first put is the last word: then all that was written goes.
+    """
+
+    def wrap(store: Store) -> Store:
+        full = FaultyStore(store, Fault(1, errno=28, calls=frozenset({"put"}), key="shardstore.json"))
+        return FaultyStore(full, Fault(1, calls=frozenset({"put"}), key="shardstore.json")) if unclear_first else full
+
+    with injected(wrap), pytest.raises(StoreError):
+        shardstore.save(state(), tmp_path / "x", shards=4)
+    left = [path for path in (tmp_path / "x").rglob("*.safetensors") if path.is_file()]
+    assert len(left) == (4 if unclear_first else 0)
