@@ -17,7 +17,7 @@ from click.testing import CliRunner
 import shardstore
 from shardstore.check import plan_leftovers, remove
 from shardstore.cli import main
-from shardstore.errors import CheckpointExists, Damaged, InvalidArgument, StoreError
+from shardstore.errors import CheckpointExists, CommitUnknown, Damaged, InvalidArgument, StoreError, Unfinished
 from shardstore.storage import LocalStore, Store
 from tests.kit.faults import Fault, FaultyStore
 from tests.kit.inject import injected
@@ -224,3 +224,17 @@ def test_a_no_after_an_unclear_answer_removes_nothing(tmp_path: Path, unclear_fi
         shardstore.save(state(), tmp_path / "x", shards=4)
     left = [path for path in (tmp_path / "x").rglob("*.safetensors") if path.is_file()]
     assert len(left) == (4 if unclear_first else 0)
+
+
+def test_a_striped_save_without_its_commit_is_unfinished(roots: list[Path]):
+    """All roots given, and no index: an unfinished save, not a wrong choice of roots; the store may answer later."""
+    with (
+        injected(lambda s: FaultyStore(s, Fault(1, calls=frozenset({"put"}), key="shardstore.json", times=99))),
+        pytest.raises(CommitUnknown),
+    ):
+        shardstore.save(state(), roots, shards=6)
+    with pytest.raises(Unfinished):
+        shardstore.load(roots)
+    assert shardstore.verify(roots).exit_code == Unfinished.exit_code
+    shardstore.save(state(3.0), roots, shards=6)
+    assert same(shardstore.load(roots[::-1]), state(3.0))
