@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
@@ -14,8 +15,11 @@ from shardstore.events import Listener, Reporter, to_log
 from shardstore.index import NAME, Index
 from shardstore.plan import FileRead
 from shardstore.run import resolve
-from shardstore.storage import Store, Urls, close_all, open_roots
+from shardstore.storage import Entry, LocalStore, Store, Urls, close_all, open_roots, unwrap
 from shardstore.transfer import Job, Outcome, Reader, in_parallel
+
+_LATE = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
+"""Seconds between looks: an index that is there was written after its files, so they are there, too."""
 
 
 class Missing(Damaged, FileNotFoundError):
@@ -111,10 +115,23 @@ class Source:
         # Where each look is a request, many are sent at once.
         in_parallel(self._check_one, numbers, self.threads if self.stores[0].capabilities.connections else 1)
 
+    def _stat(self, file: int) -> Entry:
+        """Look at a file that the index names, for some seconds where another machine's files may be seen late."""
+        store, path = self.store(file), self.index.files[file].path
+        shared = isinstance(unwrap(store), LocalStore) and not store.capabilities.mappable
+        for seconds in _LATE if shared else ():
+            try:
+                return store.stat(path)
+            except KeyMissing as error:
+                if isinstance(self._gone(error, file), Superseded):
+                    raise
+                time.sleep(seconds)
+        return store.stat(path)
+
     def _check_one(self, file: int) -> None:
         entry = self.index.files[file]
         try:
-            found = self.store(file).stat(entry.path)
+            found = self._stat(file)
         except KeyMissing as error:
             raise self._gone(error, file) from error
         if found.kind != "file" or found.nbytes != entry.nbytes:

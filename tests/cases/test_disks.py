@@ -27,12 +27,14 @@ from shardstore.errors import (
     CheckpointNotFound,
     CommitUnknown,
     Damaged,
+    KeyMissing,
     ShardstoreError,
     StoreError,
     Unfinished,
 )
 from shardstore.events import Noticed, Retried
 from shardstore.header import looks_like
+from shardstore.storage import LocalStore
 from tests.kit.damage import files_of, flip, index_of, meta_of, parts_of, shards_of
 from tests.kit.faults import CountingStore, Fault, FaultyStore
 from tests.kit.inject import injected
@@ -733,3 +735,28 @@ def test_L21_cleaning_goes_by_identity_not_by_prefix(tmp_path: Path, names: tupl
         assert cli("prune", "--leftovers", "--yes", tmp_path / name).exit_code == 0
         assert {other: files_of(tmp_path / other) for other in others} == before
         assert shardstore.load(tmp_path / name)["model"]["w"].tolist() == [9]
+
+
+@pytest.mark.parametrize("late", [0, 3, 99])
+def test_a_file_that_another_machine_sees_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: int):
+    """On a network file system a file that the index names is looked for again; one that stays away is missing."""
+    shardstore.save({"w": torch.ones(9)}, tmp_path / "c")
+    monkeypatch.setattr("shardstore.storage.mounts.file_system", lambda _: "nfs4")
+    monkeypatch.setattr("shardstore.loading.source._LATE", (0.0,) * 6)
+    looks: list[str] = []
+    look = LocalStore.stat
+
+    def seen_late(store: LocalStore, key: str) -> Any:
+        if key.endswith(".safetensors"):
+            looks.append(key)
+            if len(looks) <= late:
+                raise KeyMissing(f"{key!r} does not exist", filename=key)
+        return look(store, key)
+
+    monkeypatch.setattr(LocalStore, "stat", seen_late)
+    if late < 7:
+        assert torch.equal(shardstore.load(tmp_path / "c")["w"], torch.ones(9))
+        assert len(looks) == late + 1
+    else:
+        with pytest.raises(Damaged, match="is missing"):
+            shardstore.load(tmp_path / "c")
