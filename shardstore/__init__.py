@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         KeyMissing,
         Mismatch,
         NothingToResume,
+        PeerError,
         ShardstoreError,
         StoreError,
         StoreUnavailable,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from shardstore.loading import open_checkpoint as open
     from shardstore.run import Run
     from shardstore.saving import Pending, Saved, save, save_async, warm_up
-    from shardstore.tree import register_type
+    from shardstore.tree import PerRank, register_type
 
 _WHERE = {
     "Pending": "shardstore.saving", "save_async": "shardstore.saving", "warm_up": "shardstore.saving",
@@ -43,12 +44,12 @@ _WHERE = {
     "Checkpoint": "shardstore.loading", "LazyTensor": "shardstore.loading",
     "verify": "shardstore.check", "Report": "shardstore.check",
     "Run": "shardstore.run",
-    "register_type": "shardstore.tree",
+    "register_type": "shardstore.tree", "PerRank": "shardstore.tree",
     **dict.fromkeys(
         [
             "CheckpointExists", "CheckpointNotFound", "CommitUnknown", "Damaged", "Fenced", "InvalidArgument",
-            "KeyMissing", "Mismatch", "NothingToResume", "ShardstoreError", "StoreError", "StoreUnavailable",
-            "Superseded", "Unfinished", "UnsupportedState", "UnsupportedVersion",
+            "KeyMissing", "Mismatch", "NothingToResume", "PeerError", "ShardstoreError", "StoreError",
+            "StoreUnavailable", "Superseded", "Unfinished", "UnsupportedState", "UnsupportedVersion",
         ],
         "shardstore.errors",
     ),
@@ -66,7 +67,9 @@ __all__ = [
     "LazyTensor",
     "Mismatch",
     "NothingToResume",
+    "PeerError",
     "Pending",
+    "PerRank",
     "Report",
     "Run",
     "Saved",

@@ -16,6 +16,7 @@ ShardstoreError                      exit code
 │   └── KeyMissing (FileNotFoundError)   5      no file or object of that name
 ├── NothingToResume                      3      a run has had checkpoints, and none of them can be loaded
 ├── Fenced                               1      another process has taken the run over, or holds it
+├── PeerError                            1      another rank failed, died or did not come
 └── CommitUnknown                        1      can't tell whether the checkpoint was committed
 ```
 
@@ -154,6 +155,17 @@ class Fenced(ShardstoreError):
     by: int = 0
     host: str = ""
     pid: int = 0
+
+
+class PeerError(ShardstoreError):
+    """Another rank failed, died, or did not come in time.
+
+    `ranks`: which, by their numbers in the group. `phase`: what was going on. `settled`: rank 0 has given up, too.
+    """
+
+    ranks: tuple[int, ...] = ()
+    phase: str = ""
+    settled: bool = False
 
 
 class CommitUnknown(ShardstoreError):

@@ -7,7 +7,8 @@ express is stored as another tag of the same bytes (`docs/format.md`, "Types").
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -70,6 +71,28 @@ class TensorSpec(NamedTuple):
         return DTYPES[self.dtype].itemsize * math.prod(self.shape)
 
 
+class Lazy(ABC):
+    """A tensor that is not in memory. It may stand in a state that is saved, wherever a tensor may.
+
+    The same object in two places is a tie.
+    """
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self.spec = spec
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor, as stored."""
+        return self.spec.nbytes
+
+    @abstractmethod
+    def buffers(self) -> Iterable[memoryview]:
+        """Its bytes, row-major, in slices of a few MiB, anew at each call; safe for threads.
+
+        A buffer stays valid as long as it is referenced. Raises StoreError or Damaged where they can't be read.
+        """
+
+
 class Run(NamedTuple):
     """`nbytes` contiguous bytes: at `src` from the start of one tensor, at `dst` from the start of another."""
 
@@ -92,6 +115,11 @@ class Box:
     @property
     def volume(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What an array is indexed with to get this part of it."""
+        return tuple(slice(at, at + size) for at, size in zip(self.origin, self.shape, strict=True))
 
     def inside(self, shape: Shape) -> bool:
         """Whether this box lies within a tensor of `shape`."""

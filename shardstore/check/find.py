@@ -13,7 +13,10 @@ from shardstore.index import HF_NAME, MAX_BYTES, NAME, Index, parse
 from shardstore.storage import Entry, Store
 
 _MARK = re.compile(r"attempt-([0-9a-f]{16})\.json")
-_OURS = re.compile(r"(?:model-\d{5}-of-\d{5}-|state/\d{5}-of-\d{5}-|state/meta-)([0-9a-f]{16})\.(?:safetensors|json)")
+_OURS = re.compile(
+    r"(?:model-\d{5}-of-\d{5}-|state/\d{5}-of-\d{5}-|state/meta-|state/index-)([0-9a-f]{16})(?:-[0-9a-f]{8})?"
+    r"\.(?:safetensors|json)"  # `-` and 8 digits, and index-: what a migration writes
+)
 _PLACE = re.compile(rf"(?:(.*)/)?(?:{re.escape(NAME)}|{_MARK.pattern}|{_OURS.pattern})", re.DOTALL)
 _MARK_LIMIT = 16 * 1024 * 1024
 

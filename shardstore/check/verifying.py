@@ -26,13 +26,13 @@ from shardstore.events import Listener, Reporter, to_log
 from shardstore.hashing import DIGEST_BYTES, BlockHasher
 from shardstore.header import Stored
 from shardstore.index import HF_NAME, MAX_BYTES, NAME, FileEntry, Index, header_name, origin_of, weight_map
+from shardstore.schemas import META
 from shardstore.specs import DTYPES
 from shardstore.storage import Store, Urls, close_all, join, open_roots
 from shardstore.transfer import damaged, in_parallel
 
 Kind: TypeAlias = Literal["index", "missing", "size", "damaged", "digest", "header", "meta", "derived", "unreadable"]
 _RESTARTS = 4
-META_SCHEMA = "shardstore-meta/1"
 META_MAX_BYTES = 1 << 28
 
 
@@ -145,18 +145,23 @@ def verify_store(stores: Sequence[Store], threads: int, listener: Listener) -> C
     """Check the checkpoint at these roots; where it was replaced meanwhile, the one that is there now."""
     report = _verify_once(stores, threads, listener)
     for _ in range(_RESTARTS):
-        if report.attempt is None or not report.problems or not _replaced(stores[0], report.attempt):
+        if report.attempt is None or not report.problems or not _replaced(stores[0], report):
             break
         report = _verify_once(stores, threads, listener)
     return report
 
 
-def _replaced(store: Store, attempt: str) -> bool:
+def _replaced(store: Store, report: CheckpointReport) -> bool:
+    """Whether the index is another one by now, be it the same checkpoint's after a migration."""
     try:
         found = find_index(store)
     except ShardstoreError:
         return False  # what was found stands
-    return found is not None and found.index.attempt != attempt
+    if found is None:
+        return False
+    names = {file.path for file in found.index.files}
+    gone = any(problem.kind == "missing" and problem.file not in names for problem in report.problems)
+    return gone or found.index.attempt != report.attempt
 
 
 def _verify_once(stores: Sequence[Store], threads: int, listener: Listener) -> CheckpointReport:
@@ -269,7 +274,7 @@ def _wrong_meta(index: Index, data: bytes) -> str:
         meta = strictjson.loads(data, limit=META_MAX_BYTES)
     except strictjson.BadJson as error:
         return f"is no JSON: {error}"
-    if not isinstance(meta, dict) or meta.get("schema") != META_SCHEMA:
+    if not isinstance(meta, dict) or not META.reads(meta.get("schema")):
         return "has a schema that this version of shardstore does not know"
     return "" if meta.get("attempt") == index.attempt else "belongs to another checkpoint"
 

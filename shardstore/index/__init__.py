@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from shardstore.index.codec import MAX_BYTES, dump, parse
+from shardstore.index.check import check
+from shardstore.index.codec import MAX_BYTES, dump, parse, rewritten, schema_of
+from shardstore.index.contribution import Contribution, dump_contribution, parse_contribution
 from shardstore.index.derived import header_name, origin_of, weight_map
 from shardstore.index.head import HEAD_BYTES, Head, head_of, read_head
-from shardstore.index.model import HF_NAME, NAME, SCHEMA, FileEntry, Index, Piece, mark_name
+from shardstore.index.model import HF_NAME, NAME, FileEntry, Index, Piece, mark_name
 
 __all__ = [
-    "HEAD_BYTES", "HF_NAME", "MAX_BYTES", "NAME", "SCHEMA", "FileEntry", "Head", "Index",
-    "Piece", "dump", "head_of", "header_name", "mark_name", "origin_of", "parse", "read_head", "weight_map",
+    "HEAD_BYTES", "HF_NAME", "MAX_BYTES", "NAME", "Contribution", "FileEntry", "Head", "Index",
+    "Piece", "check", "dump", "dump_contribution", "head_of", "header_name", "mark_name", "origin_of", "parse",
+    "parse_contribution",
+    "read_head", "rewritten", "schema_of",
+    "weight_map",
 ]  # fmt: skip

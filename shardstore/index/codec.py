@@ -8,7 +8,7 @@ from __future__ import annotations
 import binascii
 import hashlib
 import re
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import msgspec
 
@@ -16,7 +16,8 @@ from shardstore import strictjson
 from shardstore.errors import Damaged, UnsupportedVersion
 from shardstore.hashing import DIGEST_BYTES, known
 from shardstore.index.check import check
-from shardstore.index.model import NAME, SCHEMA, FileEntry, Index
+from shardstore.index.model import NAME, FileEntry, Index
+from shardstore.schemas import INDEX
 from shardstore.specs import BLOCK, DTYPES, Box, TensorSpec
 
 MAX_BYTES = 256 * 1024 * 1024
@@ -30,7 +31,9 @@ Attempt = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 Short = Annotated[str, msgspec.Meta(max_length=256)]
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
+class RawFile(msgspec.Struct, forbid_unknown_fields=True):
+    """A FileEntry as it stands in JSON."""
+
     root: Count
     path: str
     bytes: Count
@@ -63,13 +66,13 @@ class _Index(msgspec.Struct, forbid_unknown_fields=True):
     hash: Short
     block: Count
     meta: Count
-    files: list[_File]
+    files: list[RawFile]
     tensors: _Tensors
 
 
 def dump(index: Index) -> bytes:
     """The bytes of shardstore.json. Its last member is the sha256 of all bytes before that member."""
-    files = [_File(f.root, f.path, f.nbytes, f.digest.hex(), _base64(f.blocks), f.start, f.pieces) for f in index.files]
+    files = list(map(raw_file, index.files))
     tensors = _Tensors(
         path=index.paths,
         kinds=[(spec.dtype, list(spec.shape)) for spec in index.table],
@@ -82,9 +85,19 @@ def dump(index: Index) -> bytes:
         aliases=sorted(index.aliases.items()),
     )
     raw = _Index(
-        SCHEMA, index.attempt, index.run, index.step, index.seq, index.parent, index.owner, index.time, index.versions,
-        index.world, index.roots, index.hash, index.block, index.meta, files, tensors,
+        INDEX.current, index.attempt, index.run, index.step, index.seq, index.parent, index.owner, index.time,
+        index.versions, index.world, index.roots, index.hash, index.block, index.meta, files, tensors,
     )  # fmt: skip
+    return _sealed(raw)
+
+
+def raw_file(file: FileEntry) -> RawFile:
+    """As it stands in JSON."""
+    blocks = _base64(file.blocks)
+    return RawFile(file.root, file.path, file.nbytes, file.digest.hex(), blocks, file.start, file.pieces)
+
+
+def _sealed(raw: _Index) -> bytes:
     text = msgspec.json.encode(raw)
     if not text.isascii():  # msgspec writes UTF-8, the format asks for ASCII
         text = strictjson.dumps(msgspec.to_builtins(raw))
@@ -93,11 +106,31 @@ def dump(index: Index) -> bytes:
 
 
 def parse(data: bytes, where: str = NAME) -> Index:
-    """The index that these bytes hold. `where` names the file in errors.
+    """The index that these bytes hold, be they of an older schema. `where` names the file in errors.
 
     Raises Damaged for anything that is not a whole, consistent index; UnsupportedVersion for another schema, an unknown
     hash, block size or dtype.
     """
+    index = _index(_typed(data, where), where)
+    check(index, where)
+    return index
+
+
+def rewritten(data: bytes, meta: FileEntry | None = None, where: str = NAME) -> bytes:
+    """The same index in the current schema, naming another meta file if one is given. Raises as `parse`."""
+    raw = _typed(data, where)
+    check(_index(raw, where), where)
+    if meta:
+        raw.files[raw.meta] = raw_file(meta)
+    return _sealed(raw)
+
+
+def schema_of(data: bytes) -> str:
+    """The schema that a valid index has in its file."""
+    return str(strictjson.loads(data, limit=MAX_BYTES)["schema"])
+
+
+def _typed(data: bytes, where: str) -> _Index:
     tail = _TAIL.search(data, max(0, len(data) - _TAIL_BYTES))
     if tail is None or hashlib.sha256(data[: tail.start()]).hexdigest().encode() != tail[1]:
         if tail is None:
@@ -107,29 +140,20 @@ def parse(data: bytes, where: str = NAME) -> Index:
         raw = strictjson.loads(data, limit=MAX_BYTES)
     except strictjson.BadJson as error:
         _bad(where, str(error))
-    _check_schema(raw, where)
+    if not isinstance(raw, dict) or "schema" not in raw:
+        _bad(where, "it has no schema")
     del raw["sha256"]
     try:
-        typed = msgspec.convert(raw, _Index)
+        return msgspec.convert(INDEX.upgrade(raw, where), _Index)
     except msgspec.ValidationError as error:
         _bad(where, str(error))
-    index = _index(typed, where)
-    check(index, where)
-    return index
 
 
 def _schema_first(data: bytes, where: str) -> None:
     """Of a file without a valid end, still tell a foreign or newer schema from damage."""
     head = re.match(rb'\s*\{\s*"schema"\s*:\s*"(shardstore/[^"\\]{1,40})"', data[:256])
-    if head and head[1] != SCHEMA.encode():
+    if head and not INDEX.reads(head[1].decode(errors="replace")):
         _unsupported(where, f"the schema {head[1].decode(errors='replace')!r}")
-
-
-def _check_schema(raw: Any, where: str) -> None:
-    if not isinstance(raw, dict) or "schema" not in raw:
-        _bad(where, "it has no schema")
-    if raw["schema"] != SCHEMA:
-        _unsupported(where, f"the schema {str(raw['schema'])[:40]!r}")
 
 
 def _index(raw: _Index, where: str) -> Index:
@@ -146,7 +170,7 @@ def _index(raw: _Index, where: str) -> Index:
     return Index(
         attempt=raw.attempt, time=raw.time, hash=raw.hash, meta=raw.meta, run=raw.run, step=raw.step, seq=raw.seq,
         parent=raw.parent, owner=raw.owner, versions=raw.versions, world=raw.world, roots=raw.roots,
-        files=[_file(file, raw.hash, where) for file in raw.files],
+        files=[file_entry(file, raw.hash, where) for file in raw.files],
         paths=raw.tensors.path,
         table=[TensorSpec(dtype, tuple(shape)) for dtype, shape in raw.tensors.kinds],
         kinds=raw.tensors.kind,
@@ -155,7 +179,8 @@ def _index(raw: _Index, where: str) -> Index:
     )  # fmt: skip
 
 
-def _file(raw: _File, algorithm: str, where: str) -> FileEntry:
+def file_entry(raw: RawFile, algorithm: str, where: str) -> FileEntry:
+    """From JSON. Raises Damaged, with `where`, for digests that are missing or malformed."""
     try:
         digest = bytes.fromhex(raw.digest)
         blocks = binascii.a2b_base64(raw.blocks.encode("ascii"), strict_mode=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from shardstore.index.model import SCHEMA, Index
+from shardstore.index.model import Index
+from shardstore.schemas import INDEX
 
 HEAD_BYTES = 512
 """Bytes from the start of an index that hold its head; a longer one is read whole."""
@@ -15,7 +16,7 @@ _COUNT = rb"(0|[1-9][0-9]{0,17})"
 _ATTEMPT = rb'"([0-9a-f]{16})"'
 _HEAD = re.compile(
     rb'\{"schema":"%s","attempt":%s,"run":(?:null|%s),"step":(?:null|%s),"seq":%s,"parent":(?:null|%s),"owner":%s,"time":%s,'
-    % (re.escape(SCHEMA.encode()), _ATTEMPT, _TEXT, _COUNT, _COUNT, _ATTEMPT, _COUNT, _TEXT)
+    % (re.escape(INDEX.current.encode()), _ATTEMPT, _TEXT, _COUNT, _COUNT, _ATTEMPT, _COUNT, _TEXT)
 )
 
 

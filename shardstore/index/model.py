@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from shardstore.specs import BLOCK, DTYPES, Box, TensorSpec
 
-SCHEMA = "shardstore/1"
 NAME = "shardstore.json"
 HF_NAME = "model.safetensors.index.json"
 

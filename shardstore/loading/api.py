@@ -15,7 +15,7 @@ from shardstore.loading.fresh import read_fresh, read_mapped
 from shardstore.loading.into import fill
 from shardstore.loading.source import Source
 from shardstore.memory import no_gc
-from shardstore.ranks import ALL, ranks_of
+from shardstore.ranks import ALL, Ranks, ranks_of
 from shardstore.storage import Urls
 
 Mode: TypeAlias = Literal["copy", "map"]
@@ -41,11 +41,12 @@ def load(  # noqa: PLR0913 - the public face: every argument but one has a defau
     checkpoint and target differ. `rename`: checkpoint path to target path.
     `mode="map"`: private memory maps, verified once, without a copy; a file that is cut later ends the process.
     `expect`: the sha256 of shardstore.json, kept elsewhere; for checkpoints saved with `hash="sha256"`.
+    `group`: the process group whose ranks load; each reads what it needs of its own accord, without communication.
     `threads`: default one for each core, 8 at most.
 
     Raises CheckpointNotFound, Unfinished, Damaged, Mismatch, UnsupportedVersion, StoreError, InvalidArgument.
     """
-    ranks_of(group)
+    ranks = ranks_of(group)
     if mode not in ("copy", "map"):
         raise InvalidArgument(f"mode must be 'copy' or 'map', not {brief(mode)}")
     to = _device(device)
@@ -61,11 +62,12 @@ def load(  # noqa: PLR0913 - the public face: every argument but one has a defau
     def once() -> Any:
         with _opened(url, expect, threads, listener, storage_options) as source:
             if into is None:
-                return _new(source, only, to, mode)
+                return _new(source, only, to, mode, ranks)
             with source.structuring():
                 binding = tree.bind(
                     source.meta, source.index.paths, source.index.specs, source.index.aliases, into, only=only,
                     strict=strict, allow_missing=allow_missing, allow_unexpected=allow_unexpected, rename=rename,
+                    rank=ranks.rank, size=ranks.size,
                 )  # fmt: skip
             return _into(source, binding)
 
@@ -106,7 +108,7 @@ def _opened(
         source.close()
 
 
-def _new(source: Source, only: Patterns | None, device: torch.device, mode: Mode) -> Any:
+def _new(source: Source, only: Patterns | None, device: torch.device, mode: Mode, ranks: Ranks) -> Any:
     with source.structuring():
         selection = tree.select(source.meta, source.index.paths, only)
     aliases = source.index.aliases
@@ -122,19 +124,24 @@ def _new(source: Source, only: Patterns | None, device: torch.device, mode: Mode
         if target in tensors:
             tensors[alias] = tensors[target]
     with source.structuring():
-        state = tree.restore(selection, source.index.paths, tensors)
+        state = tree.restore(selection, source.index.paths, tensors, ranks.rank, ranks.size)
     source.reporter.finished()
     return state
 
 
 def _into(source: Source, binding: tree.Binding) -> Any:
     aliases, sizes = source.index.aliases, source.index.sizes
-    fills = [(aliases.get(number, number), tensor) for number, tensor in binding.fills]
+    fills = binding.fills
+    if aliases:
+        fills = [item._replace(number=aliases.get(item.number, item.number)) for item in fills]
     wanted = {aliases.get(number, number) for number in binding.fresh}
-    nbytes = sum(sizes[number] for number in wanted | {number for number, _ in fills})
-    source.reporter.started(nbytes, len(source.index.files))
-    source.check_present(range(len(source.index.files)))
-    source.check_headers(wanted | {number for number, _ in fills})
+    filled = {item.number for item in fills}
+    parts = sum(item.tensor.nbytes for item in fills if item.box)
+    whole = filled.difference(item.number for item in fills if item.box)
+    source.reporter.started(parts + sum(map(sizes.__getitem__, wanted | whole)), len(source.index.files))
+    if source.index.world == 1:
+        source.check_present(range(len(source.index.files)))
+    source.check_headers(wanted | whole)
     new = read_fresh(source, wanted) if wanted else {}
     tensors = {n: new[aliases.get(n, n)].to(device) for n, device in binding.fresh.items()}
     fill(source, fills)
@@ -142,7 +149,7 @@ def _into(source: Source, binding: tree.Binding) -> Any:
         with source.structuring():
             state = binding.finish(tensors)
     except Damaged as error:
-        error.overwritten = tuple(dict.fromkeys(source.index.paths[number] for number, _ in fills))
+        error.overwritten = tuple(dict.fromkeys(source.index.paths[item.number] for item in fills))
         raise
     for what, paths in zip(("missing", "unexpected"), binding.report, strict=True):
         if paths:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -10,42 +11,49 @@ from shardstore.errors import Damaged
 from shardstore.loading.source import Outcome, Source
 from shardstore.memory import WAVE, Window, fillable, windows
 from shardstore.plan import FileRead, Want, plan_reads
+from shardstore.specs import Box
+from shardstore.tree import Fill
+
+Key: TypeAlias = tuple[int, Box | None]
 
 
-def fill(source: Source, fills: list[tuple[int, torch.Tensor]]) -> None:
-    """Fill every tensor with the stored one of its number. A number may come several times.
+def fill(source: Source, fills: Sequence[Fill]) -> None:
+    """Fill every tensor with the stored one of its number, or the part of it. A number may come several times.
 
     Raises Damaged, whose `overwritten` names what had been filled, wholly or partly, before damage was met.
     """
-    first: dict[int, torch.Tensor] = {}
-    again: list[tuple[int, torch.Tensor]] = []
-    for number, tensor in fills:
-        if number in first:
-            again.append((number, tensor))
+    first: dict[Key, torch.Tensor] = {}
+    again: list[tuple[Key, torch.Tensor]] = []
+    for number, tensor, box in fills:
+        key = number, box
+        if key in first:
+            again.append((key, tensor))
         else:
-            first[number] = tensor
-    straight = {number: tensor for number, tensor in first.items() if fillable(tensor)}
-    reads = plan_reads(source.index, [Want(number, tensor.data_ptr()) for number, tensor in straight.items()])
+            first[key] = tensor
+    straight = {key: tensor for key, tensor in first.items() if fillable(tensor)}
+    wants = [Want(number, tensor.data_ptr(), box) for (number, box), tensor in straight.items()]
+    reads = plan_reads(source.index, wants)
     source.check_present(read.file for read in reads)
     touched: list[str] = []
     try:
         source.read(reads)
-        touched += [source.index.paths[number] for number in straight]
-        for number, tensor in first.items():
-            if number not in straight:
-                touched.append(source.index.paths[number])
-                _through_windows(source, number, tensor)
+        touched += [source.index.paths[number] for number, _ in straight]
+        for key, tensor in first.items():
+            if key not in straight:
+                touched.append(source.index.paths[key[0]])
+                _through_windows(source, key, tensor)
     except Damaged as error:
         error.overwritten = tuple(touched) or tuple(_reached(source, reads, error))
         raise
     with torch.no_grad():
-        for number, tensor in again:
-            tensor.copy_(first[number])
+        for key, tensor in again:
+            tensor.copy_(first[key])
 
 
-def _through_windows(source: Source, number: int, tensor: torch.Tensor) -> None:
+def _through_windows(source: Source, key: Key, tensor: torch.Tensor) -> None:
     """Fill a tensor that bytes can't be read into, a few windows at a time."""
-    for wave in _waves(windows(number, tensor)):
+    number, box = key
+    for wave in _waves(windows(number, tensor, box)):
         _deliver(source, wave)
 
 

@@ -157,9 +157,10 @@ class Source:
 
     def _gone(self, error: KeyMissing, file: int | None = None) -> Damaged | Superseded:
         found = find_index(self.stores[0])
-        if found is None or found.index.attempt != self.index.attempt:
-            return Superseded(f"{self.url} was replaced while it was read: load it again")
         path = self.index.files[file].path if file is not None else str(error.filename)
+        named = found is not None and (file is None or any(entry.path == path for entry in found.index.files))
+        if found is None or found.index.attempt != self.index.attempt or not named:  # the last after a migration
+            return Superseded(f"{self.url} was replaced while it was read: load it again")
         tensors = self._tensors(file) if file is not None else ()
         return Missing(f"{path} is missing from {self.url}, though {NAME} names it", file=path, tensors=tensors)
 

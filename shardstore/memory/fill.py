@@ -39,9 +39,16 @@ class Window:
             part.copy_(self.memory.view(dtype).view(part.shape))
 
 
-def windows(number: int, tensor: torch.Tensor) -> Iterator[Window]:
-    """Windows that cover a tensor of any layout or device, of at most WAVE bytes where shapes allow."""
-    yield from _windows(number, tensor.detach(), (), ())
+def windows(number: int, tensor: torch.Tensor, box: Box | None = None) -> Iterator[Window]:
+    """Windows that cover a tensor of any layout or device, of at most WAVE bytes where shapes allow.
+
+    `box`: which part of the stored tensor it is; all of it by default.
+    """
+    for window in _windows(number, tensor.detach(), (), ()):
+        if box is not None:
+            at = tuple(map(int.__add__, window.box.origin, box.origin))
+            window.box = Box(at, window.box.shape)
+        yield window
 
 
 def _windows(number: int, part: torch.Tensor, at: Shape, above: Shape) -> Iterator[Window]:

@@ -2,6 +2,7 @@
 
 A contiguous CPU tensor is given as its own memory, without a copy. Small tensors are gathered into buffers of 1 MiB.
 All others (strided, conjugated, on a device) are copied in windows of a few MiB, through pinned memory from a GPU.
+A lazy tensor gives its own buffers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from shardstore import address
 from shardstore.memory.fresh import raw
+from shardstore.specs import Lazy
 
 SMALL = 64 * 1024
 GATHER = 1024 * 1024
@@ -24,14 +26,19 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torc
 """By bytes of an element: a dtype in which any tensor of that width can be moved bit by bit."""
 
 
-def stream(tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
+def stream(tensors: Iterable[torch.Tensor | Lazy]) -> Iterator[memoryview]:
     """The bytes of the tensors, row-major, one tensor after the other.
 
     The caller keeps the tensors alive and unchanged while it uses the buffers.
     """
-    gathered, windows = _Gathered(), _Windows()
+    gathered, windows = _Gathered(), Windows()
     for tensor in tensors:
         nbytes = tensor.nbytes
+        if isinstance(tensor, Lazy):
+            if gathered.used:
+                yield gathered.take()
+            yield from tensor.buffers()
+            continue
         if nbytes < SMALL:
             if nbytes:
                 if gathered.room < nbytes:
@@ -101,7 +108,7 @@ def parts(tensor: torch.Tensor, most: int = WINDOW) -> Iterator[torch.Tensor]:
             yield from parts(part, most)
 
 
-class _Windows:
+class Windows:
     """Host memory through which parts of tensors pass; a window is used again once nobody holds a buffer over it.
 
     New memory for each would cost page faults, and memory from malloc leaves holes that add up.
@@ -115,12 +122,20 @@ class _Windows:
         if direct(part):
             return owned(part)
         part = _bits(part.detach())
-        window = self._free(pinned=part.is_cuda)
-        room = window[: part.nbytes]
+        room, buffer = self._lend(part.nbytes, pinned=part.is_cuda)
         room.view(part.dtype).view(part.shape).copy_(part)
+        return buffer
+
+    def empty(self, nbytes: int) -> memoryview:
+        """A writable buffer of at most WINDOW bytes, whatever is in it."""
+        return self._lend(nbytes, pinned=False)[1]
+
+    def _lend(self, nbytes: int, *, pinned: bool) -> tuple[torch.Tensor, memoryview]:
+        window = self._free(pinned=pinned)
+        room = window[:nbytes]
         array = room.numpy()  # what every buffer over it keeps alive
         self._lent.append((window, weakref.ref(array)))
-        return array.data
+        return room, array.data
 
     def _free(self, *, pinned: bool) -> torch.Tensor:
         for at, (window, holder) in enumerate(self._lent):

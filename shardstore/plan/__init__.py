@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from shardstore.plan.owners import Replica, share_out
 from shardstore.plan.reads import FileRead, Segment, Want, plan_reads
 from shardstore.plan.shards import GroupBy, Layout, Shard, ShardOptions, Tensors, plan_shards, spread
 
 __all__ = [
-    "FileRead", "GroupBy", "Layout", "Segment", "Shard", "ShardOptions", "Tensors", "Want", "plan_reads", "plan_shards",
-    "spread",
+    "FileRead", "GroupBy", "Layout", "Replica", "Segment", "Shard", "ShardOptions", "Tensors", "Want", "plan_reads",
+    "plan_shards", "share_out", "spread",
 ]  # fmt: skip

@@ -7,8 +7,8 @@ state; `by_group` keeps groups of tensors in files of their own. `docs/layouts.m
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from shardstore.errors import InvalidArgument, brief
@@ -78,9 +78,14 @@ class Shard:
 
 
 class Tensors:
-    """The tensors that are to be stored: columns by number, and the numbers in question."""
+    """The tensors that are to be stored: columns by number, and the numbers in question.
 
-    def __init__(self, paths: Sequence[str], specs: Sequence[TensorSpec], stored: Iterable[int]) -> None:
+    `parts`: those that are parts of larger ones, and so no weights that other tools could use.
+    """
+
+    def __init__(
+        self, paths: Sequence[str], specs: Sequence[TensorSpec], stored: Iterable[int], parts: Container[int] = ()
+    ) -> None:
         self.paths, self.specs = paths, specs
         sizes = {spec: spec.nbytes for spec in set(specs)}
         self.sizes = [sizes[spec] for spec in specs]
@@ -88,15 +93,17 @@ class Tensors:
         self.others: list[int] = []
         for tensor in stored:
             path = paths[tensor]
-            named = path.startswith(WEIGHTS) and path != WEIGHTS + RESERVED
+            named = path.startswith(WEIGHTS) and path != WEIGHTS + RESERVED and tensor not in parts
             (self.weights if named else self.others).append(tensor)
 
     def bytes_of(self, tensors: Iterable[int]) -> int:
         return sum(map(self.sizes.__getitem__, tensors))
 
 
-def plan_shards(tensors: Tensors, options: ShardOptions, attempt: str) -> list[Shard]:
-    """The shards of a checkpoint: weights first, then all other tensors. No tensors, no shards."""
+def plan_shards(tensors: Tensors, options: ShardOptions, attempt: str, rank: int = 0, size: int = 1) -> list[Shard]:
+    """The shards that one of `size` ranks writes: weights first, then all other tensors. No tensors, no shards."""
+    if options.shards is not None:
+        options = replace(options, shards=-(-options.shards // size))
     classes = [numbers for numbers in (tensors.weights, tensors.others) if numbers]
     groups = [_groups(tensors, numbers, options) for numbers in classes]
     counts = iter(_counts([g for split in groups for g in split], tensors, options))
@@ -106,7 +113,7 @@ def plan_shards(tensors: Tensors, options: ShardOptions, attempt: str) -> list[S
         weights = numbers is tensors.weights
         planned += [
             Shard(
-                _name("model-" if weights else "state/", at, len(bins), attempt),
+                _name("model-" if weights else "state/", at * size + rank, len(bins) * size, attempt),
                 _widest_first(members, tensors.specs),
                 weights,
             )
@@ -115,14 +122,17 @@ def plan_shards(tensors: Tensors, options: ShardOptions, attempt: str) -> list[S
     return planned
 
 
-def spread(sizes: Sequence[int], roots: int) -> list[int]:
-    """The root of each shard of these sizes, in bytes: the largest first, always to the emptiest root."""
-    filled = [(0, root) for root in range(roots)]
+def spread(sizes: Sequence[int], roots: int, rank: int = 0) -> list[int]:
+    """The root of each shard of these sizes, in bytes: the largest first, always to the emptiest root.
+
+    `rank`: whose shards these are; each begins with another root.
+    """
+    filled = [(0, turn) for turn in range(roots)]
     chosen = [0] * len(sizes)
     for shard in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
-        nbytes, root = filled[0]
-        chosen[shard] = root
-        heapq.heapreplace(filled, (nbytes + sizes[shard], root))
+        nbytes, turn = filled[0]
+        chosen[shard] = (turn + rank) % roots
+        heapq.heapreplace(filled, (nbytes + sizes[shard], turn))
     return chosen
 
 

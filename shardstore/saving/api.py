@@ -6,22 +6,22 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
-from typing import Any, Self
+from typing import Any
 
-from shardstore import tree
-from shardstore.check import Found, find_roots
-from shardstore.errors import CheckpointExists, InvalidArgument, KeyMissing, ShardstoreError
+from shardstore import strictjson, tree
+from shardstore.errors import CommitUnknown, PeerError
 from shardstore.events import Listener, Reporter, to_log
 from shardstore.hashing import DEFAULT
-from shardstore.index import NAME, dump, mark_name
+from shardstore.index import dump_contribution
 from shardstore.memory import no_gc
 from shardstore.plan import GroupBy, Layout, ShardOptions
-from shardstore.ranks import ALL, ranks_of
-from shardstore.saving.after import supersede, tidy_up
-from shardstore.saving.attempt import Attempt, Options
-from shardstore.saving.commit import Marks, check_written, commit
+from shardstore.ranks import ALL, Alone, Ranks, ranks_of
+from shardstore.saving.agree import agree
+from shardstore.saving.attempt import Agreement, Attempt, Options
+from shardstore.saving.lead import Lead, remove
 from shardstore.storage import Store, Urls, close_all, open_roots
+
+_LIMIT = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,30 +54,57 @@ def save(  # noqa: PLR0913 - the public face: every argument but two has a defau
     `hash`: `xxh3_128` finds damage, `sha256` also forgery (with `load(expect=)`).
     `overwrite`: replace the checkpoint that is there; readers see the old or the new one.
     `single_writer`: nobody else saves there; only for stores that can't tell two savers apart.
-    `group`: the process group whose ranks save together; None: this process alone.
+    `group`: the process group whose ranks save one checkpoint together, each its own parts; all of them make the same
+    call. Default: all ranks where torch.distributed is initialised; None: this process alone.
     `threads`: default one for each core, 8 at most. `listener` gets events; default: the logger `shardstore`.
 
     Raises UnsupportedState before a byte is written for what can't be stored; CheckpointExists where a checkpoint is;
-    StoreError where the store fails, with what was written removed again; CommitUnknown where the store did not answer.
+    StoreError where the store fails, with what was written removed again; CommitUnknown where the store did not answer;
+    PeerError where another rank failed, died or did not come.
     """
     options = Options(ShardOptions(layout, shards, shard_bytes, group_by), step, hash, threads)
-    ranks_of(group)
+    ranks = ranks_of(group)
     with no_gc():
         return save_to(
-            tree.flatten(state), url, options, overwrite=overwrite, single_writer=single_writer, listener=listener,
-            storage_options=storage_options,
+            flattened(state, ranks), url, options, ranks=ranks, overwrite=overwrite, single_writer=single_writer,
+            listener=listener, storage_options=storage_options,
         )  # fmt: skip
 
 
+def flattened(state: Any, ranks: Ranks) -> tree.Flat:
+    """A state taken apart. What is wrong with it is said to the other ranks, too, who wait for this one."""
+    try:
+        return tree.flatten(state, ranks.rank)
+    except BaseException as error:
+        tell(ranks, error)
+        raise
+
+
+def tell(ranks: Ranks, error: BaseException) -> None:
+    """Tell the other ranks that this one does not begin the save."""
+
+    def fail() -> bytes:
+        raise error
+
+    if ranks.size > 1 and isinstance(error, Exception):
+        with contextlib.suppress(Exception):  # it is raised by the caller
+            ranks.share("begin", fail, lambda _: b"")
+
+
 def save_to(
-    flat: tree.Flat, url: Urls, options: Options, *, overwrite: bool, single_writer: bool, listener: Listener | None,
-    storage_options: Mapping[str, Any] | None,
+    flat: tree.Flat, url: Urls, options: Options, *, ranks: Ranks | None = None, overwrite: bool, single_writer: bool,
+    listener: Listener | None, storage_options: Mapping[str, Any] | None,
 ) -> Saved:  # fmt: skip
     """Save a flattened state at a place, whose stores are opened for it."""
-    stores = open_roots(url, storage_options=storage_options, listener=listener)
+    ranks = ranks or Alone()
+    try:
+        stores = open_roots(url, storage_options=storage_options, listener=listener)
+    except BaseException as error:
+        tell(ranks, error)
+        raise
     try:
         return save_flat(
-            flat, stores, options, overwrite=overwrite, single_writer=single_writer,
+            flat, stores, options, ranks=ranks, overwrite=overwrite, single_writer=single_writer,
             listener=to_log if listener is None else listener,
         )  # fmt: skip
     finally:
@@ -85,89 +112,83 @@ def save_to(
 
 
 def save_flat(
-    flat: tree.Flat, stores: Sequence[Store], options: Options, *,
+    flat: tree.Flat, stores: Sequence[Store], options: Options, *, ranks: Ranks | None = None,
     overwrite: bool, single_writer: bool, listener: Listener, before_commit: Callable[[], None] = lambda: None,
 ) -> Saved:  # fmt: skip
     """Save a flattened state, whose tensors stay as they are meanwhile.
 
-    `before_commit` is called last before the point of no return; what it raises ends the save, with its files removed.
+    `before_commit` is called on rank 0, last before the point of no return; what it raises ends the save, with its
+    files removed.
     """
     began = time.perf_counter()
-    home, *_ = stores = _prepared(stores, single_writer=single_writer)
-    stores, replaced = _look(stores, overwrite=overwrite)
-    reporter = Reporter("save", home.url, listener)
-    attempt = Attempt(flat, options, stores, reporter)
-    reporter.started(attempt.nbytes, len(attempt.files))
-    with _Cleanup(stores, attempt) as cleanup, Marks(stores, attempt.id) as marks:
-        attempt.write()
-        index = attempt.index(replaced)
-        marks.renew()
-        check_written(stores, index)
-        data = dump(index)
-        if replaced:
-            supersede(stores, replaced.index)  # now: who dies after the commit leaves no files without a mark
-        if len(stores) > 1:
-            marks.make_lasting()
-        before_commit()
-        cleanup.no_return()
-        commit(stores[0], index.attempt, data, replaced.version if replaced else None, single_writer=single_writer)
-    tidy_up(stores, index, data, replaced, reporter)
+    ranks = ranks or Alone()
+    lead = Lead(stores, options, overwrite=overwrite, single_writer=single_writer, before_commit=before_commit)
+    reporter = Reporter("save", stores[0].url, listener)
+    with lead:
+        agreed = agree(flat, options, _settings(stores, options, overwrite=overwrite), ranks, lead.begin)
+        for note in agreed.notes if ranks.rank == 0 else ():
+            reporter.noticed(note)
+        reply = _Writing(agreed, options, stores, ranks, reporter).run(lead)
+    lead.tidy_up(reporter)
     reporter.finished()
-    return Saved(home.url, options.step, sha256(data).hexdigest(), index.nbytes, time.perf_counter() - began)
+    said = strictjson.loads(reply, limit=_LIMIT)
+    return Saved(stores[agreed.roots[0]].url, options.step, said["digest"], said["nbytes"], time.perf_counter() - began)
 
 
-def _prepared(stores: Sequence[Store], *, single_writer: bool) -> Sequence[Store]:
-    """The stores, once they have found out what they can promise. Raises InvalidArgument where that is too little."""
-    for store in stores:
-        store.prepare()
-    can = stores[0].capabilities
-    if not can.exclusive and not single_writer:
-        raise InvalidArgument(
-            f"{stores[0].url} can't keep two savers from overwriting each other ({can.why}): "
-            "say single_writer=True if nobody else saves there"
-        )
-    return stores
+def _settings(stores: Sequence[Store], options: Options, *, overwrite: bool) -> dict[str, Any]:
+    """What every rank must give alike."""
+    cut = options.shards
+    return {
+        "url": [store.url for store in stores], "step": options.step, "hash": options.hash, "overwrite": overwrite,
+        "layout": cut.layout, "shards": cut.shards, "shard_bytes": cut.shard_bytes, "attempt": options.attempt,
+    }  # fmt: skip
 
 
-def _look(stores: Sequence[Store], *, overwrite: bool) -> tuple[Sequence[Store], Found | None]:
-    """The roots in order, and what lies there. Raises CheckpointExists unless it may be replaced."""
-    if overwrite:
-        return find_roots(stores)
-    for store in stores:
-        if _occupied(store):
-            raise CheckpointExists(f"{store.url} holds a checkpoint already: choose another place, or overwrite=True")
-    return stores, None
+class _Writing:
+    """The writing of this rank's files. They are removed again if it is certain that nobody can have committed them."""
 
+    def __init__(
+        self, agreed: Agreement, options: Options, stores: Sequence[Store], ranks: Ranks, reporter: Reporter
+    ) -> None:
+        self._agreed, self._options, self._given, self._ranks = agreed, options, stores, ranks
+        self._reporter = reporter
+        self._attempt: Attempt | None = None
+        self._sent = False
 
-def _occupied(store: Store) -> bool:
-    try:
-        store.stat(NAME)
-    except KeyMissing:
-        return False
-    return True
+    @property
+    def _stores(self) -> Sequence[Store]:
+        return [self._given[root] for root in self._agreed.roots]
 
+    def run(self, lead: Lead) -> bytes:
+        """Write, and have rank 0 commit what all ranks wrote; returns its answer."""
+        try:
+            return self._ranks.share("write", lambda: self._work(lead), lambda sent: lead.commit(self._agreed, sent))
+        except BaseException as error:
+            self._undo(error, lead)
+            raise
 
-class _Cleanup:
-    """Removes an attempt's files if the save fails before its commit was called; never afterwards."""
+    def _work(self, lead: Lead) -> bytes:
+        agreed, ranks = self._agreed, self._ranks
+        attempt = Attempt(agreed, self._options, len(self._given), self._reporter, rank=ranks.rank, size=ranks.size)
+        if ranks.size == 1:  # after all that can be wrong with the state
+            agreed.roots = lead.begin(agreed.attempt)
+        self._attempt = attempt
+        self._reporter.started(attempt.nbytes, len(attempt.files))
+        attempt.write(self._stores)
+        data = dump_contribution(attempt.contribution())
+        self._sent = True
+        return data
 
-    def __init__(self, stores: Sequence[Store], attempt: Attempt) -> None:
-        self._stores, self._attempt = stores, attempt
-        self._returnable = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def no_return(self) -> None:
-        """From here on a failure leaves every file, since the commit may have happened."""
-        self._returnable = False
-
-    def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
-        # a definite no: the files can't be needed
-        lost = isinstance(error, CheckpointExists) or getattr(error, "definite", False)
-        if error is None or not (self._returnable or lost):
+    def _undo(self, error: BaseException, lead: Lead) -> None:
+        lost = isinstance(error, PeerError) and not error.settled
+        if self._sent and lost:
+            raise CommitUnknown(
+                f"{self._given[0].url}: whether the checkpoint was committed is unknown, since rank 0 can't be heard "
+                f"any more ({error}); no file was removed"
+            ) from error
+        if self._attempt is None or (self._sent and not isinstance(error, PeerError)):
             return
-        with contextlib.suppress(ShardstoreError):  # the marks go last, so that `prune` finds what could not go
-            for file in self._attempt.files:
-                self._stores[file.root].delete(file.key)
-            for store in self._stores:
-                store.delete(mark_name(self._attempt.id))
+        stores = self._stores
+        gone = remove((stores[file.root], file.key) for file in self._attempt.files)
+        if gone and self._ranks.size == 1:  # what other ranks leave is found by the marks
+            lead.unmark(self._agreed.attempt)

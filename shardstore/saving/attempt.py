@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import platform
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from shardstore import header, tree
-from shardstore._version import __version__
-from shardstore.check import Found, threads_of, utc_now
+from shardstore.check import threads_of
 from shardstore.errors import InvalidArgument, brief
 from shardstore.events import Reporter
 from shardstore.hashing import known
-from shardstore.index import FileEntry, Index
+from shardstore.index import Contribution, FileEntry
 from shardstore.memory import stream
 from shardstore.plan import Shard, ShardOptions, Tensors, plan_shards, spread
-from shardstore.specs import TensorSpec
+from shardstore.specs import Box, Lazy, TensorSpec
 from shardstore.storage import Store
 from shardstore.transfer import HashedBody, put_all
 
@@ -61,6 +59,34 @@ def new_attempt() -> str:
     return secrets.token_hex(8)
 
 
+@dataclass(slots=True)
+class Agreement:
+    """What the ranks have agreed on. `flat`: this rank's state, with the ties of the group.
+
+    `count`: of the tensors that they share; `numbers`: of this rank's among those. `owned`: the places in `flat.leaves`
+    of what this rank writes. `roots`: their order. `united`: on rank 0 the state of all, where it is not `flat` itself.
+    `late`: whether the structure is known only when all have written, since ranks have values of their own.
+    `notes`: what a person should know.
+    """
+
+    attempt: str
+    flat: tree.Flat
+    count: int
+    owned: list[int]
+    numbers: Sequence[int]
+    roots: list[int] = field(default_factory=lambda: [0])
+    united: tree.Flat | None = None
+    late: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def alone(cls, flat: tree.Flat, attempt: str | None) -> Agreement:
+        """Of one process with itself."""
+        count = len(flat.leaves)
+        owned = [number for number in range(count) if number not in flat.aliases]
+        return cls(attempt or new_attempt(), flat, count, owned, range(count), late=bool(flat.nodes))
+
+
 class File(NamedTuple):
     """One file to be written. `start`: where its data begins, None for the meta; `tensors`: the numbers it holds."""
 
@@ -72,65 +98,86 @@ class File(NamedTuple):
 
 
 class Attempt:
-    """The files of one save, planned at construction."""
+    """The files of one save that this rank writes, planned at construction."""
 
-    def __init__(self, flat: tree.Flat, options: Options, stores: Sequence[Store], reporter: Reporter) -> None:
-        self.id = options.attempt or new_attempt()
-        self._flat, self._options, self._stores, self._reporter = flat, options, stores, reporter
-        self._paths, self._specs = [leaf.path for leaf in flat.leaves], [leaf.spec for leaf in flat.leaves]
-        stored = (number for number in range(len(self._paths)) if number not in flat.aliases)
-        tensors = Tensors(self._paths, self._specs, stored)
-        shards = plan_shards(tensors, options.shards, self.id)
-        roots = spread([tensors.bytes_of(shard.tensors) for shard in shards], len(stores))
-        self.files = [self._shard(shard, root) for shard, root in zip(shards, roots, strict=True)]
-        self.files.append(self._meta())
+    def __init__(
+        self, agreed: Agreement, options: Options, roots: int, reporter: Reporter, *,
+        rank: int = 0, size: int = 1,
+    ) -> None:  # fmt: skip
+        self.id, self._agreed, self._flat = agreed.attempt, agreed, agreed.flat
+        self._options, self._reporter = options, reporter
+        self._leaves = [*self._flat.leaves, *self._flat.own] if self._flat.own else self._flat.leaves
+        self._paths = [leaf.path for leaf in self._leaves]
+        self._specs = list(map(_held, self._leaves))
+        stored = [*agreed.owned, *range(len(self._flat.leaves), len(self._leaves))]
+        self._parts = {n: part.box for n in stored if (part := self._leaves[n].part) is not None}
+        tensors = Tensors(self._paths, self._specs, stored, self._parts)
+        shards = plan_shards(tensors, options.shards, self.id, rank, size)
+        places = spread([tensors.bytes_of(shard.tensors) for shard in shards], roots, rank)
+        self.files = [self._shard(shard, root) for shard, root in zip(shards, places, strict=True)]
+        if rank == 0 and not agreed.late:
+            self.files.append(meta_file(agreed.united or self._flat, self.id, options.hash))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""
         return sum(file.body.nbytes for file in self.files)
 
-    def write(self) -> None:
-        """Write every file, durably."""
-        threads = threads_of(self._options.threads, self._stores)
-        put_all([(self._stores[file.root], file.key, file.body) for file in self.files], threads)
+    def write(self, stores: Sequence[Store]) -> None:
+        """Write every file to its root, durably."""
+        threads = threads_of(self._options.threads, stores)
+        put_all([(stores[file.root], file.key, file.body) for file in self.files], threads)
 
-    def index(self, replaced: Found | None) -> Index:
-        """The index of what was written."""
-        files = [
-            FileEntry(key, body.nbytes, body.digest, body.blocks, start, numbers, root)
-            for root, key, body, start, numbers in self.files
-        ]
-        table: dict[TensorSpec, int] = {}
-        kinds = [table.setdefault(spec, len(table)) for spec in self._specs]
-        parent = replaced.index.attempt if replaced else None
-        line = self._options.lineage or Lineage("", 0, replaced.index.seq + 1 if replaced else 0, parent)
-        return Index(
-            attempt=self.id, run=line.run or None, owner=line.owner, seq=line.seq, parent=line.parent,
-            time=utc_now(), hash=self._options.hash, files=files, meta=len(files) - 1,
-            paths=self._paths, table=list(table), kinds=kinds, aliases=self._flat.aliases, step=self._options.step,
-            roots=len(self._stores),
-            versions={"shardstore": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
-        )  # fmt: skip
+    def contribution(self) -> Contribution:
+        """What was written, for the index."""
+        files = [written(file) for file in self.files]
+        parts: dict[int, dict[int, Box]] = {}
+        for at, file in enumerate(files):
+            boxes = {place: self._parts[n] for place, n in enumerate(file.pieces) if n in self._parts}
+            if boxes:
+                parts[at] = boxes
+            file.pieces = self._shared(file.pieces)
+        own = [(leaf.path, leaf.spec) for leaf in self._flat.own]
+        return Contribution(files, parts, self._flat.nodes, own)
+
+    def _shared(self, numbers: list[int]) -> list[int]:
+        """Numbers that tensors have among all ranks; what this rank has of its own comes behind those."""
+        known, here, count = self._agreed.numbers, len(self._flat.leaves), self._agreed.count
+        if known == range(here) and here == count:
+            return numbers
+        return [known[number] if number < here else count + number - here for number in numbers]
 
     def _shard(self, shard: Shard, root: int) -> File:
         specs = [self._specs[number] for number in shard.tensors]
         head = header.build(zip(shard.names(self._paths), specs, strict=True))
-        tensors = [self._flat.leaves[number].tensor for number in shard.tensors]
+        lazy, leaves = self._flat.lazy, self._leaves
+        tensors = [lazy[number] if number in lazy else leaves[number].tensor for number in shard.tensors]
         nbytes = len(head) + sum(spec.nbytes for spec in specs)
         body = HashedBody(nbytes, _Chunks(head, tensors), self._options.hash, self._reporter)
         return File(root, shard.path, body, len(head), shard.tensors)
 
-    def _meta(self) -> File:
-        meta = tree.dump_meta(self._flat, self.id)
-        body = HashedBody(len(meta), lambda: [memoryview(meta)], self._options.hash)
-        return File(0, f"state/meta-{self.id}.json", body, None, [])
+
+def meta_file(flat: tree.Flat, attempt: str, algorithm: str) -> File:
+    """The file with the structure."""
+    meta = tree.dump_meta(flat, attempt)
+    return File(0, f"state/meta-{attempt}.json", HashedBody(len(meta), lambda: [memoryview(meta)], algorithm), None, [])
+
+
+def written(file: File) -> FileEntry:
+    """What the index says of a file that was written."""
+    root, key, body, start, numbers = file
+    return FileEntry(key, body.nbytes, body.digest, body.blocks, start, numbers, root)
+
+
+def _held(leaf: tree.Leaf) -> TensorSpec:
+    """What of a tensor is here."""
+    return leaf.spec if leaf.part is None else TensorSpec(leaf.spec.dtype, leaf.part.box.shape)
 
 
 class _Chunks:
     """Header and tensors of one shard as buffers, anew at each call."""
 
-    def __init__(self, head: bytes, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, head: bytes, tensors: list[torch.Tensor | Lazy]) -> None:
         self._head, self._tensors = head, tensors
 
     def __call__(self) -> Iterator[memoryview]:

@@ -7,6 +7,7 @@ exits with a code that is not 0; it is never only logged.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import os
 import sys
 import threading
@@ -21,8 +22,8 @@ from shardstore.events import Listener
 from shardstore.hashing import DEFAULT
 from shardstore.memory import Arena, needed, no_gc
 from shardstore.plan import GroupBy, Layout, ShardOptions
-from shardstore.ranks import ALL, ranks_of
-from shardstore.saving.api import Saved, save_to
+from shardstore.ranks import ALL, Alone, Ranks, ranks_of
+from shardstore.saving.api import Saved, flattened, save_to
 from shardstore.saving.attempt import Options
 from shardstore.storage import Urls
 
@@ -111,27 +112,32 @@ def save_async(  # noqa: PLR0913 - the public face: every argument but two has a
     if busy not in ("wait", "skip"):
         raise InvalidArgument(f"busy must be 'wait' or 'skip', not {brief(busy)}")
     options = Options(ShardOptions(layout, shards, shard_bytes, group_by), step, hash, threads)
-    ranks_of(group)
+    ranks = ranks_of(group, "background save")
+    if ranks.size > 1 and busy == "skip":
+        raise InvalidArgument("busy='skip' is for one process alone: some ranks would skip a save that others begin")
 
     def work(flat: tree.Flat) -> Saved:
         return save_to(
-            flat, url, options, overwrite=overwrite, single_writer=single_writer, listener=listener,
+            flat, url, options, ranks=ranks, overwrite=overwrite, single_writer=single_writer, listener=listener,
             storage_options=storage_options,
         )  # fmt: skip
 
-    return in_background(state, work, threads=threads_of(threads), busy=busy)
+    return in_background(state, work, threads=threads_of(threads), busy=busy, ranks=ranks)
 
 
 def in_background(
-    state: Any, work: Callable[[tree.Flat], Saved], *, threads: int, busy: Literal["wait", "skip"] = "wait"
-) -> Pending | None:
+    state: Any, work: Callable[[tree.Flat], Saved], *, threads: int, busy: Literal["wait", "skip"] = "wait",
+    ranks: Ranks | None = None,
+) -> Pending | None:  # fmt: skip
     """Copy a state, and call `work` with the copy on a thread of low priority; `threads` copy. As `save_async`."""
+    ranks = ranks or Alone()
     with _background.lock:
         if busy == "skip" and _background.current is not None and not _background.current.done():
             return None
         _background.wait()
+        ranks.prepare()
         with no_gc():
-            flat = _staged(tree.flatten(state), threads)
+            flat = _staged(flattened(state, ranks), threads)
         pending = _background.current = Pending()
         # No daemon: a process whose main thread has ended waits for it.
         threading.Thread(target=_run, args=(pending, flat, work), name="shardstore-save", daemon=False).start()
@@ -142,7 +148,8 @@ def warm_up(state: Any) -> int:
     """Make the memory for background saves of such a state now, rather than at the first; returns its bytes."""
     with _background.lock:
         _background.wait()
-        tensors = [leaf.tensor for leaf in tree.flatten(state).leaves]
+        flat = tree.flatten(state)
+        tensors = [leaf.tensor for leaf in (*flat.leaves, *flat.own)]
         _background.arena.reserve(needed(tensors), pinned=any(tensor.is_cuda for tensor in tensors))
         return _background.arena.nbytes
 
@@ -150,12 +157,14 @@ def warm_up(state: Any) -> int:
 def _staged(flat: tree.Flat, threads: int) -> tree.Flat:
     """The same with copies of its tensors; tied ones are copied once."""
     stored = [number for number in range(len(flat.leaves)) if number not in flat.aliases]
-    copies = _background.arena.stage([flat.leaves[number].tensor for number in stored], threads)
-    by_number = dict(zip(stored, copies, strict=True))
+    tensors = [flat.leaves[number].tensor for number in stored] + [leaf.tensor for leaf in flat.own]
+    copies = _background.arena.stage(tensors, threads)
+    by_number = dict(zip(stored, copies, strict=False))
     leaves = [
         leaf._replace(tensor=by_number[flat.aliases.get(number, number)]) for number, leaf in enumerate(flat.leaves)
     ]
-    return tree.Flat(leaves, flat.aliases, flat.state, flat.flat, flat.left)
+    own = [leaf._replace(tensor=copy) for leaf, copy in zip(flat.own, copies[len(stored) :], strict=True)]
+    return dataclasses.replace(flat, leaves=leaves, own=own)
 
 
 def _run(pending: Pending, flat: tree.Flat, work: Callable[[tree.Flat], Saved]) -> None:

@@ -7,8 +7,6 @@ import random
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 from shardstore.check import find_index, mark_content
 from shardstore.errors import (
@@ -40,14 +38,16 @@ class Marks:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._refresh, name="shardstore-mark", daemon=True)
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
+        """Write them, and begin to refresh them."""
         self._put()
         self._thread.start()
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def stop(self) -> None:
+        """Refresh them no more."""
         self._ended.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def renew(self) -> None:
         """Refresh the marks if the thread could not: who was stopped for hours must not commit under old ones."""

@@ -38,6 +38,8 @@ def bind(  # noqa: PLR0913 - the options of load
     allow_unexpected: str | Sequence[str] = (),
     rename: Rename | None = None,
     device: torch.device | str | None = None,
+    rank: int = 0,
+    size: int = 1,
 ) -> Binding:
     """Plan to load a checkpoint into `into`: a Module, or a dict of tensors, objects and plain values, nested at will.
 
@@ -45,14 +47,15 @@ def bind(  # noqa: PLR0913 - the options of load
     `unexpected` what the checkpoint has besides; the patterns `allow_missing` and `allow_unexpected` permit some, and
     `strict=False` all. `only` (patterns) restricts both sides. `rename` is a function from path to path, or a mapping
     (in which a key without a slash renames a section); what it moves takes the place of what stood there. `device` is
-    for tensors that `into` has none for; the CPU by default.
+    for tensors that `into` has none for; the CPU by default. `rank` of `size` ranks loads.
 
     Raises Mismatch with all differences at once, and InvalidArgument for an `into` that names nothing.
     """
     table = Tensors(paths, specs, paths)
     sections = root_sections(meta.state, paths, flat=meta.flat)
-    fit = Fit(table, aliases, into, torch.device(device) if device is not None else CPU)
+    fit = Fit(table, aliases, into, torch.device(device) if device is not None else CPU, rank, size)
     fit.left = meta.left
+    fit.lenient = meta.merged and size > 1
     if rename is not None:
         renamed = Renamed(sections, table, rename)
         sections, fit.moved, fit.renamed, fit.table = renamed.sections, renamed.moved, renamed.names, renamed.table
@@ -132,7 +135,8 @@ def _judge(fit: Fit, strict: bool, may_miss: Chooser, may_surplus: Chooser) -> R
     """Raise Mismatch if anything differs that isn't allowed; else report what does."""
     missing, unexpected = tuple(fit.missing), tuple(fit.unexpected)
     bad_missing = tuple(path for path in missing if strict and not may_miss.test(path))
-    bad_unexpected = tuple(path for path in unexpected if strict and not may_surplus.test(path))
+    surplus = () if fit.lenient or not strict else unexpected
+    bad_unexpected = tuple(path for path in surplus if not may_surplus.test(path))
     different = tuple(fit.different)
     if bad_missing or bad_unexpected or different:
         raise Mismatch(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from shardstore.tree.destinations import Fill
 from shardstore.tree.restore import Restorer
 from shardstore.tree.scalars import BadNode
 from shardstore.tree.skeleton import damaged
@@ -38,12 +39,12 @@ class Steps:
 class Binding:
     """A checked plan; nothing has been touched yet. All numbers are those of first leaves: aliases are resolved.
 
-    `fills`: (number, tensor of the target), to be filled in place; the tensors need no gradients, and have any strides
-    and device; a number may come several times. `fresh`: numbers to be loaded into new memory on that device. A number
+    `fills` are filled in place; their tensors need no gradients, and have any strides and device; a number may come
+    several times. `fresh`: numbers to be loaded into new memory on that device. A number
     may be in both. `report`: what was allowed to differ.
     """
 
-    fills: list[tuple[int, torch.Tensor]]
+    fills: list[Fill]
     fresh: dict[int, torch.device]
     report: Report
     into: Any

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from shardstore.specs import TensorSpec
+from shardstore.specs import Box, TensorSpec
+from shardstore.tree.dtensors import is_dtensor, local_of
 from shardstore.tree.tensors import NAMES, PLAIN, class_name
+
+
+class Fill(NamedTuple):
+    """A tensor of the target, and the number of the stored one that it is filled with, or the part `box` of that."""
+
+    number: int
+    tensor: torch.Tensor
+    box: Box | None = None
 
 
 def unfit(tensor: torch.Tensor) -> str:  # noqa: PLR0911 - a list of reasons
@@ -17,6 +27,8 @@ def unfit(tensor: torch.Tensor) -> str:  # noqa: PLR0911 - a list of reasons
         return "it isn't initialised yet; run one forward pass first"
     if tensor.is_meta:
         return "it lies on the meta device and has no memory; call module.to_empty(device=...) first"
+    if is_dtensor(tensor):
+        return unfit(local_of(tensor))
     if type(tensor) not in PLAIN and type(tensor.detach()) is not torch.Tensor:
         return f"it is a {class_name(tensor)}; load it without into, and convert it"
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
@@ -53,9 +65,9 @@ def fits(tensor: object, spec: TensorSpec) -> bool:
     )
 
 
-def clashes(fills: Sequence[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, int]]:
+def clashes(fills: Sequence[Fill]) -> Iterator[tuple[int, int]]:
     """Pairs of numbers, of different tensors, that would be written to the same memory."""
-    tensors = [tensor for _, tensor in fills]
+    tensors = [fill.tensor for fill in fills]
     starts = [tensor.data_ptr() for tensor in tensors]
     sizes = [tensor.nbytes for tensor in tensors]
     last, end = -1, 0

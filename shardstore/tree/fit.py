@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 
-from shardstore.errors import Mismatch
+from shardstore.errors import Mismatch, UnsupportedState
 from shardstore.tree.binding import Steps
-from shardstore.tree.destinations import spec_of, unfit
+from shardstore.tree.destinations import Fill, spec_of, unfit
+from shardstore.tree.dtensors import is_dtensor, local_of, part_held
 from shardstore.tree.optimizers import Names
 from shardstore.tree.registry import codec_of
 from shardstore.tree.restore import Restorer
@@ -19,20 +21,29 @@ from shardstore.tree.state import Tensors
 from shardstore.tree.tensors import NAMES
 
 CPU = torch.device("cpu")
+_make_fill = cast("Any", partial(tuple.__new__, Fill))  # as Fill(...), without a Python frame for each of 100,000
 
 
 class Fit:
-    """What all parts of `bind` share. Differences are collected, never raised on the spot."""
+    """What all parts of `bind` share. Differences are collected, never raised on the spot.
 
-    def __init__(self, table: Tensors, aliases: Mapping[int, int], into: Any, device: torch.device) -> None:
+    `lenient`: the checkpoint was united from ranks with different states, and this is one rank of several: what the
+    target doesn't have is most likely another rank's.
+    """
+
+    def __init__(
+        self, table: Tensors, aliases: Mapping[int, int], into: Any, device: torch.device, rank: int, size: int
+    ) -> None:
         self.table = table
         self.device = device
+        self.rank, self.size = rank, size
+        self.lenient = False
         self.into = into
         self.left: Sequence[str] = ()
         self.chooser: Chooser | None = None
         self.moved: dict[str, Node] = {}  # renamed leaves that no target has taken yet, by their new paths
         self.renamed: dict[str, str] = {}  # parameter names, from old to new
-        self.fills: list[tuple[int, torch.Tensor]] = []
+        self.fills: list[Fill] = []
         self.fresh: dict[int, torch.device] = {}
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -104,7 +115,7 @@ class Fit:
         def lookup(number: int) -> torch.Tensor:
             return tensors[self.first(number)].to(self._devices.get(number, self.device))
 
-        return Restorer(self.table.paths, lookup)
+        return Restorer(self.table.paths, lookup, self.rank, self.size)
 
     def tensor(self, node: Node, target: torch.Tensor, label: str) -> None:
         """Plan to fill one strided tensor of the target."""
@@ -124,10 +135,20 @@ class Fit:
             dtype, shape = spec_of(target)
             self.differ(label, f"the checkpoint has {spec.dtype} {tuple(spec.shape)}, the target {dtype} {shape}")
             return
-        self.fill(node["$t"], target)
+        try:
+            self.fill(node["$t"], target)
+        except UnsupportedState as error:
+            self.differ(label, f"the target can't be filled: {error}")
 
     def fill(self, number: int, target: torch.Tensor) -> None:
-        self.fills.append((self.first(number), target.detach() if target.requires_grad else target))
+        """Plan to fill a tensor that fits. Raises UnsupportedState for a DTensor with a layout that is in doubt."""
+        number = self.first(number)
+        if is_dtensor(target):
+            part, local = part_held(target, self.table.labels[number]), local_of(target).detach()
+            if local.numel() or not target.numel():
+                self.fills.append(Fill(number, local, part.box))
+            return
+        self.fills.append(Fill(number, target.detach() if target.requires_grad else target))
 
     def run(self, node: Node, names: Sequence[str], targets: Sequence[torch.Tensor], prefix: str) -> bool:
         """Plan to fill many plain tensors from a `$tensors` dict, fast; False (and nothing done) if one is odd."""
@@ -150,12 +171,10 @@ class Fit:
         self.unexpected.extend(self.table.labels[number] for number in rest.values())
         return True
 
-    def _match(
-        self, own: Sequence[int | None], targets: Sequence[torch.Tensor]
-    ) -> tuple[list[tuple[int, torch.Tensor]], list[int]] | None:
+    def _match(self, own: Sequence[int | None], targets: Sequence[torch.Tensor]) -> tuple[list[Fill], list[int]] | None:
         """What surely fits, and the places of what wants a closer look; None for tensors that can't even be asked."""
         specs, alias = self.table.specs, self._aliases
-        fills: list[tuple[int, torch.Tensor]] = []
+        fills: list[Fill] = []
         odd: list[int] = []
         try:
             for place, (number, target) in enumerate(zip(own, targets, strict=True)):
@@ -168,7 +187,7 @@ class Fit:
                     continue
                 if target.requires_grad:
                     target = target.detach()  # noqa: PLW2901
-                fills.append((alias.get(number, number) if alias else number, target))
+                fills.append(_make_fill((alias.get(number, number) if alias else number, target, None)))
         except (RuntimeError, ValueError):
             return None
         return fills, odd

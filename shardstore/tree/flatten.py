@@ -14,10 +14,13 @@ import torch
 from torch import nn
 
 from shardstore.errors import UnsupportedState
+from shardstore.specs import Lazy
 from shardstore.tree import arrays, scalars
-from shardstore.tree.modules import module_state
+from shardstore.tree.dtensors import is_dtensor, local_of, part_held
+from shardstore.tree.modules import module_state, own_buffers
 from shardstore.tree.objects import functions_of, kind_of, no_state, stateful_state
 from shardstore.tree.optimizers import Names, optimizer_state
+from shardstore.tree.per_rank import PerRank
 from shardstore.tree.registry import BY_CLASS, Codec
 from shardstore.tree.state import FLAT_SECTION, MAX_DEPTH, MIN_RUN, Flat, clipped, section_label, text_of
 from shardstore.tree.tensors import Leaves, class_name, refuse
@@ -25,37 +28,45 @@ from shardstore.tree.tensors import Leaves, class_name, refuse
 Node = Any
 
 
-def flatten(state: Any) -> Flat:
+def flatten(state: Any, rank: int = 0) -> Flat:
     """Take a state apart. Raises UnsupportedState, with the path and a remedy, for whatever can't be stored exactly.
 
     The leaves are the caller's own tensors; plain values are copied into the skeleton. A bare Module and a non-empty
-    dict of nothing but tensors are flat: they are the section `model`.
+    dict of nothing but tensors are flat: they are the section `model`. `rank`: whose the state is.
     """
     if not isinstance(state, nn.Module) and type(state) not in (dict, OrderedDict):
         raise UnsupportedState(
             f"a state is a dict or a Module, not a {class_name(state)}; wrap it, as in {{'model': ...}}", path=""
         )
-    walk = _Walk(state)
+    walk = _Walk(state, rank)
     flat = isinstance(state, nn.Module) or is_flat(state)
     try:
         node = walk.node(state, FLAT_SECTION, FLAT_SECTION) if flat else walk.root(state)
     except RecursionError:
         raise UnsupportedState("the state is nested too deeply for the stack that is left here", path="") from None
-    return Flat(walk.leaves.items, walk.leaves.aliases, node, flat, walk.left)
+    shared = walk.leaves
+    return Flat(
+        shared.items, shared.aliases, node, flat, walk.left, shared.lazy, walk.own.items, walk.per_rank_nodes,
+        walk.buffers,
+    )  # fmt: skip
 
 
 def is_flat(state: Mapping[Any, Any]) -> bool:
     """Whether a dict is the section `model` itself: only tensors under str keys, or a Module's state_dict."""
     if not state or set(map(type, state)) != {str}:
         return False
-    return hasattr(state, "_metadata") or all(isinstance(value, torch.Tensor) for value in state.values())
+    return hasattr(state, "_metadata") or all(isinstance(value, (torch.Tensor, Lazy)) for value in state.values())
 
 
 class _Walk:
     """One walk over a state. `label`: the path of a value if it is a leaf; `prefix`: how its children's paths begin."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, rank: int) -> None:
         self.leaves = Leaves()
+        self.own = Leaves()
+        self.per_rank_nodes: dict[str, Node] = {}
+        self.buffers: set[int] = set()
+        self._rank = rank
         self.left: list[str] = []
         self._state = state
         self._names: Names | None = None
@@ -178,15 +189,23 @@ class _Walk:
     # ----------------------------------------------------------------------------------------- leaves
 
     def tensor(self, value: torch.Tensor, label: str, prefix: str) -> Node:
-        flags: dict[str, Any] = {"p": True} if type(value) is nn.Parameter else {}
+        split = is_dtensor(value)
+        parameter = type(value) is nn.Parameter or (split and isinstance(value, nn.Parameter))
+        flags: dict[str, Any] = {"p": True} if parameter else {}
         if value.requires_grad != bool(flags):
             flags["g"] = value.requires_grad
+        if split:
+            part = part_held(value, label)
+            return {"$t": self.leaves.add_part(label, local_of(value).detach(), value.shape, part), **flags}
         parts = arrays.sparse_parts(value)
         if parts is None:
             return {"$t": self.leaves.add(label, value), **flags}
         node = arrays.sparse_node(value)
         node["parts"] = {name: {"$t": self.leaves.add(f"{prefix}{name}", part)} for name, part in parts.items()}
         return {**node, **flags}
+
+    def lazy(self, value: Lazy, label: str, _prefix: str) -> Node:
+        return {"$t": self.leaves.add_lazy(label, value)}
 
     def array(self, value: np.ndarray[Any, Any], label: str, _prefix: str) -> Node:
         tensor, text = arrays.from_numpy(value)
@@ -208,7 +227,26 @@ class _Walk:
     # ---------------------------------------------------------------------------------------- objects
 
     def module(self, value: nn.Module, label: str, prefix: str) -> Node:
-        return _object("module", value, self.node(module_state(value, label), label, prefix))
+        first = len(self.leaves.items)
+        node = self.node(module_state(value, label), label, prefix)
+        names = own_buffers(value)
+        if names:
+            added = enumerate(self.leaves.items[first:], first)
+            self.buffers.update(number for number, leaf in added if leaf.path.removeprefix(prefix) in names)
+        return _object("module", value, node)
+
+    def per_rank(self, value: PerRank, label: str, prefix: str) -> Node:
+        if self.leaves is self.own:
+            raise refuse(label, "a PerRank stands inside of another one; take the inner one away")
+        shared, self.leaves = self.leaves, self.own
+        if label in self.per_rank_nodes:
+            raise refuse(label, "two PerRanks have this path; rename one of them")
+        own = f"{prefix}rank{self._rank}"
+        try:
+            self.per_rank_nodes[label] = self.node(value.value, own, f"{own}.")
+        finally:
+            self.leaves = shared
+        return {"$": "per_rank", "values": label}
 
     def optimizer(self, value: torch.optim.Optimizer, label: str, prefix: str) -> Node:
         self._names = self._names or Names(self._state)
@@ -262,6 +300,7 @@ _HANDLERS: dict[type, Callable[[_Walk, Any, str, str], Node]] = {
     torch.Tensor: _Walk.tensor,
     nn.Parameter: _Walk.tensor,
     np.ndarray: _Walk.array,
+    PerRank: _Walk.per_rank,
 }
 
 
@@ -271,6 +310,8 @@ def _handler(value: Any) -> Callable[[_Walk, Any, str, str], Node] | None:
         return _Walk.scalar
     if isinstance(value, torch.Tensor):
         return _Walk.tensor  # which refuses it by name
+    if isinstance(value, Lazy):
+        return _Walk.lazy
     kind = kind_of(value)
     return None if kind is None else getattr(_Walk, kind)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from shardstore.errors import InvalidArgument
 from shardstore.tree.binding import Step
 from shardstore.tree.destinations import spec_of
 from shardstore.tree.fit import Fit
-from shardstore.tree.into_objects import into_module, into_stateful
+from shardstore.tree.into_objects import calling, into_module, into_stateful
 from shardstore.tree.into_optimizers import into_optimizer
 from shardstore.tree.objects import kind_of
+from shardstore.tree.per_rank import PerRank
 from shardstore.tree.restore import Restorer
 from shardstore.tree.skeleton import ABSENT, ATOMS, Node, entries, items, tag, unwrap
 from shardstore.tree.state import MAX_DEPTH, text_of
@@ -38,6 +40,8 @@ class Walk:
         """Plan one value of the target. Returns what makes its new value, or None if the old object stays."""
         if isinstance(target, torch.Tensor):
             return self._tensor(node, target, label)
+        if isinstance(target, PerRank):
+            return self._per_rank(node, target, label, prefix)
         kind = kind_of(target)
         if kind is not None:
             _INTO[kind](self._fit, node, target, label, prefix)
@@ -50,7 +54,7 @@ class Walk:
 
     def holds(self, target: Any, depth: int = 0) -> bool:
         """Whether there is a tensor or an object in a container: if not, it is a slot."""
-        if isinstance(target, torch.Tensor) or kind_of(target) is not None:
+        if isinstance(target, torch.Tensor | PerRank) or kind_of(target) is not None:
             return True
         if not isinstance(target, dict | list | tuple):
             return False
@@ -82,6 +86,32 @@ class Walk:
             return None
         fit.need(node, target.device)
         return lambda made: made.node(node)
+
+    # ------------------------------------------------------------------------------------- per rank
+
+    def _per_rank(self, node: Node, target: PerRank, label: str, prefix: str) -> Step | None:
+        fit = self._fit
+        node = fit.take(node, label)
+        if node is ABSENT:
+            fit.miss(label)
+            return None
+        if tag(node) != "per_rank":
+            fit.wrong_kind(node, label, "a PerRank")
+            return None
+        values = node["values"]
+        if len(values) == fit.size:
+            name = f"{prefix}rank{fit.rank}"
+            step = self.place(values[fit.rank], target.value, name, f"{name}.")
+            return None if step is None else partial(_put_own, target, step)
+        if target.rule is None:
+            fit.differ(
+                label,
+                f"{len(values)} ranks have each saved their own, and {fit.size} load it; say with PerRank(..., rule=) "
+                "what a rank gets, or leave it out of into",
+            )
+            return None
+        fit.need(values)
+        return lambda made: _by_rule(target, [made.node(value) for value in values], fit, label)
 
     # ---------------------------------------------------------------------------------------- dicts
 
@@ -157,6 +187,24 @@ class Walk:
             return _replace(target, value, merge=merge)
 
         return step
+
+
+def _put_own(target: PerRank, step: Step, made: Restorer) -> PerRank:
+    target.value = step(made)
+    return target
+
+
+def _by_rule(target: PerRank, values: list[Any], fit: Fit, label: str) -> PerRank:
+    """Give a rank what the target's rule makes of the values of another number of ranks."""
+    rule, inner = target.rule, target.value
+    if rule is None:
+        return target
+    value = rule(values, fit.rank, fit.size)
+    if kind_of(inner) is None:
+        target.value = value
+    else:
+        calling(label, inner, "load_state_dict", lambda: inner.load_state_dict(value))
+    return target
 
 
 def _add(value: dict[Any, Any], name: str, part: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardstore.tree.destinations import fits
+from shardstore.tree.dtensors import is_dtensor, like, local_of
 from shardstore.tree.fit import CPU, Fit
 from shardstore.tree.into_objects import calling, into_stateful
 from shardstore.tree.optimizers import REMEDY, parameters
@@ -55,9 +56,9 @@ def into_optimizer(fit: Fit, node: Node, optimizer: torch.optim.Optimizer, label
 
 
 def _read(fit: Fit, node: Node) -> Saved | None:
-    """The parts of an optimizer's node; None if it is none."""
+    """The parts of an optimizer's node, or of plain data that has its state by name; None if it is neither."""
     paths = fit.table.paths
-    top = entries(unwrap(node), paths) if object_kind(node) == "optimizer" else None
+    top = entries(unwrap(node), paths) if object_kind(node) in (None, "optimizer") else None
     if top is None or type(top.get("param_groups")) is not list:
         return None
     state, groups = entries(top.pop("state", None), paths), [entries(group, paths) for group in top.pop("param_groups")]
@@ -94,6 +95,8 @@ def _match(fit: Fit, saved: Saved, optimizer: torch.optim.Optimizer, label: str)
         )
         return None
     place = {name: number for number, found in enumerate(names) for name in found}
+    if fit.lenient:
+        _narrow(saved, place)
     wanted, start = [], 0
     for group in optimizer.param_groups:
         wanted.append(frozenset(range(start, start + len(group["params"]))))
@@ -108,6 +111,15 @@ def _match(fit: Fit, saved: Saved, optimizer: torch.optim.Optimizer, label: str)
     if order != sorted(order):
         fit.reordered.append((label, optimizer))
     return Match(place, order)
+
+
+def _narrow(saved: Saved, place: Mapping[str, int]) -> None:
+    """Leave out the parameters that are other ranks'."""
+    others = {name for group in saved.names for name in group if name not in place}
+    saved.state = {key: node for key, node in saved.state.items() if key not in others}
+    kept = [number for number, group in enumerate(saved.names) if not group or not others.issuperset(group)]
+    saved.names = [[name for name in saved.names[number] if name not in others] for number in kept]
+    saved.values = [saved.values[number] for number in kept]
 
 
 def _key(group: frozenset[Any]) -> list[str]:
@@ -165,6 +177,13 @@ class _Load:
             number for number, group in enumerate(self.optimizer.param_groups) for _ in range(len(group["params"]))
         ]
         if self._own_way():
+            if any(map(is_dtensor, self.params)):
+                self.fit.differ(
+                    self.label,
+                    f"{type(self.optimizer).__name__} loads its state in a way of its own, which does not go with "
+                    "sharded parameters; load its section without into, and give it the parts yourself",
+                )
+                return
             self._plan_own_way()
             return
         states = {key: self._plan_state(key, node) for key, node in self.saved.state.items()}
@@ -199,8 +218,8 @@ class _Load:
         """Plan to fill a tensor that is there already, if it fits exactly and isn't shared."""
         if tag(node) != "$t" or len(node) != 1 or not fits(target, self.fit.table.specs[node["$t"]]):
             return False
-        address = target.data_ptr()
-        if address in self.used:
+        address = (local_of(target) if is_dtensor(target) else target).data_ptr()
+        if address and address in self.used:
             return False
         self.used.add(address)
         self.fit.fill(node["$t"], target)
@@ -218,9 +237,20 @@ class _Load:
         for name, part in inner.items():
             if isinstance(now, dict) and self._fill(part, now.get(name)):
                 filled[name] = now[name]
+                continue
+            made = self._made(part, self.params[place])
+            if made is not None and self._fill(part, made):
+                filled[name] = made
             else:
                 self.fit.need(part, self._device(place, name))
         return filled
+
+    def _made(self, node: Node, param: torch.Tensor) -> torch.Tensor | None:
+        """A new state tensor with the layout of a sharded parameter, for a state of the parameter's shape."""
+        if tag(node) != "$t" or not is_dtensor(param):
+            return None
+        spec = self.fit.table.specs[node["$t"]]
+        return like(param, getattr(torch, spec.dtype)) if tuple(spec.shape) == tuple(param.shape) else None
 
     def _plan_group(self, number: int) -> dict[str, torch.Tensor]:
         """Plan the values of one group: tensors (a learning rate, say) that are filled in place, by key."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from shardstore import strictjson
-from shardstore.errors import Damaged, UnsupportedState, UnsupportedVersion
+from shardstore.errors import Damaged, UnsupportedState
+from shardstore.schemas import META
 from shardstore.tree import scalars
 from shardstore.tree.arrays import PARTS
 from shardstore.tree.objects import KINDS
 from shardstore.tree.skeleton import MAPPINGS, SEQUENCES, tag
 from shardstore.tree.state import MAX_DEPTH, MIN_RUN, Flat
 
-SCHEMA = "shardstore-meta/1"
 MAX_BYTES = 1 << 28
 """Largest meta file that is written or read."""
 
@@ -23,20 +23,28 @@ _MEMBERS = ["schema", "attempt", "flat", "left", "state"]
 
 @dataclass
 class Meta:
-    """A parsed and validated meta file. `state` is the skeleton (of the section `model` alone if `flat`)."""
+    """A parsed and validated meta file. `state` is the skeleton (of the section `model` alone if `flat`).
+
+    `merged`: whether it was united from ranks that had different states.
+    """
 
     attempt: str
     flat: bool
     left: list[str]
     state: Any
+    merged: bool = False
 
 
 def dump_meta(flat: Flat, attempt: str) -> bytes:
     """The bytes of the meta file of one save. Raises UnsupportedState if it gets too large."""
+    merged = {"merged": True} if flat.merged else {}
     try:
         data = strictjson.dumps(
-            {"schema": SCHEMA, "attempt": attempt, "flat": flat.flat, "left": flat.left, "state": flat.state}
-        )
+            {
+                "schema": META.current, "attempt": attempt, "flat": flat.flat, **merged, "left": flat.left,
+                "state": flat.state,
+            }
+        )  # fmt: skip
     except RecursionError:
         raise UnsupportedState("the state is nested too deeply for the stack that is left here", path="") from None
     if len(data) > MAX_BYTES:
@@ -57,11 +65,7 @@ def parse_meta(data: bytes | memoryview, *, count: int, file: str = "meta") -> M
         top = strictjson.loads(data, limit=MAX_BYTES)
         if not isinstance(top, dict):
             raise scalars.BadNode("it is no JSON object")
-        if top.get("schema") != SCHEMA:
-            raise UnsupportedVersion(
-                f"{file}: schema {str(top.get('schema'))[:80]!r} is unknown here; this version reads {SCHEMA!r}. "
-                "Install a newer shardstore"
-            )
+        top = META.upgrade(top, file)
         _check_top(top)
         _Check(count).node(top["state"], 0)
         _check_root(top["state"], flat=top["flat"])
@@ -69,12 +73,12 @@ def parse_meta(data: bytes | memoryview, *, count: int, file: str = "meta") -> M
         raise Damaged(f"{file} is not valid: it is nested too deeply", file=file) from None
     except (strictjson.BadJson, scalars.BadNode) as error:
         raise Damaged(f"{file} is not valid: {error}", file=file) from None
-    return Meta(top["attempt"], top["flat"], top["left"], top["state"])
+    return Meta(top["attempt"], top["flat"], top["left"], top["state"], "merged" in top)
 
 
 def _check_top(top: dict[str, Any]) -> None:
     left = top.get("left")
-    if list(top) != _MEMBERS:
+    if [name for name in top if name != "merged"] != _MEMBERS or top.get("merged", True) is not True:
         _bad("its members are not the right ones")
     if type(top["attempt"]) is not str or type(top["flat"]) is not bool:
         _bad("attempt or flat has the wrong type")
@@ -242,8 +246,22 @@ class _Check:
             _bad("the name of a registered type is missing")
         self.node(node["value"], depth + 1)
 
+    def _per_rank(self, node: dict[str, Any], depth: int) -> None:
+        _members(node, {"$", "values"})
+        values = _list(node["values"])
+        if not values:
+            _bad("a value per rank has no values")
+        for value in values:
+            self.node(value, depth + 1)
 
-_SPECIAL = {"sparse": _Check._sparse, "ndarray": _Check._ndarray, "object": _Check._kept, "custom": _Check._custom}  # noqa: SLF001
+
+_SPECIAL = {
+    "sparse": _Check._sparse,  # noqa: SLF001
+    "ndarray": _Check._ndarray,  # noqa: SLF001
+    "object": _Check._kept,  # noqa: SLF001
+    "custom": _Check._custom,  # noqa: SLF001
+    "per_rank": _Check._per_rank,  # noqa: SLF001
+}
 
 
 def _members(node: dict[str, Any], must: set[str], may: set[str] | None = None) -> None:

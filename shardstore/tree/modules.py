@@ -98,16 +98,28 @@ def own_tensors(module: nn.Module) -> set[int]:
     return set(map(id, chain(module.parameters(), module.buffers())))
 
 
+def own_buffers(module: nn.Module) -> set[str]:
+    """The canonical names of a Module's buffers, as far as they are saved."""
+    short = Canonical(module)
+    return {short(name) for name, _ in module.named_buffers(remove_duplicate=False)}
+
+
 def unusual(module: nn.Module) -> bool:
     """Whether loading means more than filling tensors: hooks, own load methods, parts that are not initialised yet."""
     for part in module.modules():
-        if part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks:  # noqa: SLF001
+        hooks = chain(part._load_state_dict_pre_hooks.values(), part._load_state_dict_post_hooks.values())  # noqa: SLF001
+        if not all(map(_only_shards, hooks)):
             return True
         for method in ("load_state_dict", "_load_from_state_dict"):
             where = getattr(getattr(type(part), method), "__module__", "")
             if not (where == "torch.nn" or where.startswith("torch.nn.modules.")):
                 return True
     return any(nn.parameter.is_lazy(tensor) for tensor in chain(module.parameters(), module.buffers()))
+
+
+def _only_shards(hook: Any) -> bool:
+    """Whether a hook is FSDP2's: those see to it that parameters are sharded, which they are when we fill them."""
+    return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.distributed.fsdp._fully_shard")
 
 
 def named_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from shardstore.tree.dtensors import is_dtensor, local_of
 from shardstore.tree.modules import named_tensors
 from shardstore.tree.objects import kind_of
 from shardstore.tree.state import MAX_DEPTH, section_label, text_of
@@ -91,6 +92,8 @@ def _source(label: str, key: Callable[[torch.Tensor], Key], pairs: Sequence[tupl
 
 def _memory(tensor: torch.Tensor) -> Key:
     """What a tensor shows: equal for a parameter and its detached twin in a state_dict."""
+    if is_dtensor(tensor):
+        tensor = local_of(tensor)
     try:
         address = tensor.data_ptr()
     except (RuntimeError, ValueError):

@@ -12,19 +12,24 @@ from torch import nn
 from shardstore.errors import Mismatch
 from shardstore.tree import arrays, scalars
 from shardstore.tree.meta import Meta
+from shardstore.tree.per_rank import PerRank
 from shardstore.tree.registry import codec_of
 from shardstore.tree.select import Selection
 from shardstore.tree.skeleton import ATOMS, MAPPINGS, SEQUENCES, Node, damaged, key_of, pairs, run_keys, tag
 
 
-def restore(selection: Selection | Meta, paths: Sequence[str], tensors: Mapping[int, torch.Tensor]) -> Any:
+def restore(
+    selection: Selection | Meta, paths: Sequence[str], tensors: Mapping[int, torch.Tensor], rank: int = 0, size: int = 1
+) -> Any:
     """Build the state anew. `tensors` has every number of the selection; one object for tied tensors ties them again.
+
+    `rank` of `size` loads: for what each rank has of its own.
 
     Modules, optimizers and other objects come back as their state_dicts. Raises Mismatch for a registered type that
     isn't registered here, and Damaged for a skeleton that contradicts the tensors.
     """
     try:
-        return Restorer(paths, tensors.__getitem__).node(selection.state)
+        return Restorer(paths, tensors.__getitem__, rank, size).node(selection.state)
     except scalars.BadNode as error:
         raise damaged(str(error)) from None
 
@@ -40,7 +45,10 @@ def outline(selection: Selection | Meta, paths: Sequence[str], leaves: Mapping[i
 class Restorer:
     """Makes values of nodes; `lookup` gives the tensor of a number."""
 
-    def __init__(self, paths: Sequence[str], lookup: Callable[[int], torch.Tensor]) -> None:
+    def __init__(
+        self, paths: Sequence[str], lookup: Callable[[int], torch.Tensor], rank: int = 0, size: int = 1
+    ) -> None:
+        self._rank, self._size = rank, size
         self._paths = paths
         self._lookup = lookup
         self._made: dict[tuple[int, bool, bool], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -112,6 +120,9 @@ class Restorer:
     def _object(self, node: Node) -> Any:
         return self.node(node["value"])
 
+    def _per_rank(self, node: Node) -> Any:
+        return PerRank.loaded([self.node(value) for value in node["values"]], self._rank, self._size)
+
     def _custom(self, node: Node) -> Any:
         codec = codec_of(node["name"])
         value = self.node(node["value"])
@@ -147,5 +158,6 @@ _MAKERS: dict[str, str] = {
     "sparse": "_sparse",
     "ndarray": "_ndarray",
     "object": "_object",
+    "per_rank": "_per_rank",
     "custom": "_custom",
 }

@@ -11,7 +11,7 @@ from shardstore.errors import Mismatch
 from shardstore.patterns import compiled
 from shardstore.tree.meta import Meta
 from shardstore.tree.registry import codec_of
-from shardstore.tree.skeleton import ABSENT, ATOMS, Node, entries, items, leaves, numbers, tag
+from shardstore.tree.skeleton import ABSENT, ATOMS, Node, apart, entries, items, leaves, numbers, tag
 from shardstore.tree.state import FLAT_SECTION, Tensors, section_label, shorten, text_of
 
 
@@ -187,9 +187,7 @@ def rebuilt(node: Node, parts: Mapping[Any, Node], inner: Mapping[Any, Node]) ->
     if kind is None:
         return kept
     if kind == "$tensors":
-        run = node["$tensors"]
-        versions = {"versions": run["versions"]} if "versions" in run else {}
-        return {"$": run.get("type", "dict"), "items": [list(pair) for pair in kept.items()], **versions}
+        return apart(node, kept)
     chosen = [
         [key, parts[name]] for (key, _), name in zip(node["items"], inner, strict=True) if parts[name] is not ABSENT
     ]

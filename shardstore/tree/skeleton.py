@@ -72,6 +72,13 @@ def entries(node: Node, paths: Sequence[str]) -> dict[Any, Node] | None:
     return dict(pairs(node)) if kind in MAPPINGS else None
 
 
+def apart(node: Node, inner: dict[Any, Node]) -> Node:
+    """The node of a `$tensors` dict as that of any other dict with the same entries."""
+    run = node["$tensors"]
+    versions = {"versions": run["versions"]} if "versions" in run else {}
+    return {"$": run.get("type", "dict"), "items": [list(pair) for pair in inner.items()], **versions}
+
+
 def pairs(node: Node) -> list[tuple[Any, Node]]:
     """Key and node of every entry of a tagged dict."""
     try:
@@ -123,17 +130,23 @@ def leaves(
     elif kind in ("object", "custom"):
         yield from leaves(node["value"], label, prefix, labels, paths)
     else:
-        inner = entries(node, paths)
-        if inner is None:
-            sequence = items(node)
-            inner = (
-                {} if sequence is None or all(type(item) in ATOMS for item in sequence) else dict(enumerate(sequence))
-            )
+        inner = _inner(node, paths)
         if not inner:
             yield label, None
         for key, item in inner.items():
             path = prefix + text_of(key)
             yield from leaves(item, path, f"{path}.", labels, paths)
+
+
+def _inner(node: Node, paths: Sequence[str]) -> dict[Any, Node]:
+    """What stands in a container that is no object; nothing for lists of plain values."""
+    if tag(node) == "per_rank":
+        return {f"rank{rank}": value for rank, value in enumerate(node["values"])}
+    inner = entries(node, paths)
+    if inner is not None:
+        return inner
+    sequence = items(node)
+    return {} if sequence is None or all(type(item) in ATOMS for item in sequence) else dict(enumerate(sequence))
 
 
 def numbers(node: Node, paths: Sequence[str]) -> Iterator[int]:
@@ -165,6 +178,7 @@ def describe(node: Node, specs: Sequence[Any]) -> str:
     names = {
         None: f"a {type(node).__name__}",
         "$tensors": "a dict of tensors",
+        "per_rank": "a PerRank",
         "custom": f"a {node['name']}" if kind == "custom" else "",
     }
     return names.get(kind, f"a {kind}")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardstore.specs import TensorSpec
+from shardstore.specs import Box, Lazy, TensorSpec
 
 MAX_DEPTH = 200
 """Levels of nesting that a state may have: containers and objects, the root included."""
@@ -18,12 +18,32 @@ MIN_RUN = 2
 """Tensors that a dict must have to be a `$tensors` node."""
 
 
+class Part(NamedTuple):
+    """The part of a tensor that this rank holds.
+
+    `mesh`: the ranks over which the tensor is spread, row-major; `places`: where in it those are that hold this part.
+    """
+
+    box: Box
+    mesh: tuple[int, ...]
+    places: tuple[int, ...]
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The ranks of the mesh that hold this part."""
+        return tuple(sorted(self.mesh[place] for place in self.places))
+
+
 class Leaf(NamedTuple):
-    """A tensor of the state. `tensor` is the caller's own, detached at most: strides and conj bit are as they are."""
+    """A tensor of the state. `tensor` is the caller's own, detached at most: strides and conj bit are as they are.
+
+    `part`: of a DTensor, what of it `tensor` is; `spec` is that of the whole.
+    """
 
     path: str
     spec: TensorSpec
     tensor: torch.Tensor
+    part: Part | None = None
 
 
 @dataclass
@@ -34,6 +54,11 @@ class Flat:
     `state`: the skeleton. `flat`: whether it is that of the section `model` alone.
     `left`: paths of what can't be stored and was left out of an object's state (functions, weak references); at a load
     the object keeps its own.
+    `lazy`: by number, the leaves that are not in memory; their `tensor` is an empty one.
+    `own`: the tensors inside of PerRanks; `nodes`: the skeletons of these by path, which count from the first of `own`.
+    In `state`, a PerRank is its path alone, until `joined` puts the values of all ranks there.
+    `merged`: whether ranks with different states have been united.
+    `buffers`: numbers of the leaves that are buffers of Modules.
     """
 
     leaves: list[Leaf] = field(default_factory=list)
@@ -41,6 +66,11 @@ class Flat:
     state: Any = None
     flat: bool = False
     left: list[str] = field(default_factory=list)
+    lazy: dict[int, Lazy] = field(default_factory=dict)
+    own: list[Leaf] = field(default_factory=list)
+    nodes: dict[str, Any] = field(default_factory=dict)
+    buffers: set[int] = field(default_factory=set)
+    merged: bool = False
 
 
 class Tensors(NamedTuple):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import count
+from itertools import count, repeat
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from shardstore.errors import UnsupportedState
-from shardstore.specs import DTYPES, TensorSpec
-from shardstore.tree.state import Leaf
+from shardstore.specs import DTYPES, Lazy, TensorSpec
+from shardstore.tree.state import Leaf, Part
 
 NAMES: dict[torch.dtype, str] = {
     dtype: name for name in DTYPES if isinstance(dtype := getattr(torch, name, None), torch.dtype)
@@ -66,8 +66,10 @@ class Leaves:
     def __init__(self) -> None:
         self.items: list[Leaf] = []
         self.aliases: dict[int, int] = {}
+        self.lazy: dict[int, Lazy] = {}
         self._paths: set[str] = set()
         self._suffix: dict[str, int] = {}
+        self._lazy_at: dict[int, int] = {}
         self._at: dict[int, int] = {}  # address -> the first leaf there
         self._others: dict[int, list[int]] = {}  # address -> further leaves there that show something else
         self._specs: dict[tuple[torch.dtype, torch.Size], TensorSpec] = {}
@@ -87,6 +89,29 @@ class Leaves:
             raise refuse(path, "this tensor can't be stored")
         return first
 
+    def add_part(self, path: str, tensor: torch.Tensor, whole: Sequence[int], part: Part) -> int:
+        """Number a rank's part of a tensor of the shape `whole`. Raises UnsupportedState."""
+        number = self.add(path, tensor)
+        spec = self.items[number].spec._replace(shape=tuple(whole))
+        self.items[number] = self.items[number]._replace(spec=spec, part=part)
+        first = self.aliases.get(number)
+        if first is not None and self.items[first][3] != part:
+            del self.aliases[number]  # the same memory as two different parts
+        return number
+
+    def add_lazy(self, path: str, tensor: Lazy) -> int:
+        """Number a tensor that is not in memory; one that is there already is a tie."""
+        number = len(self.items)
+        path = self._unique(path)
+        self._paths.add(path)
+        self.items.append(Leaf(path, tensor.spec, torch.empty(0, device="cpu")))
+        first = self._lazy_at.setdefault(id(tensor), number)
+        if first == number:
+            self.lazy[number] = tensor
+        else:
+            self.aliases[number] = first
+        return number
+
     def add_run(self, prefix: str, keys: list[str], tensors: list[torch.Tensor]) -> int | None:
         """Number plain tensors in a row; returns the first number, or None (and nothing done) if one is unusual."""
         paths = [prefix + key for key in keys] if prefix else keys
@@ -99,7 +124,7 @@ class Leaves:
             return None
         specs, shared = run
         self._paths.update(paths)
-        self.items.extend(map(_make_leaf, zip(paths, specs, tensors, strict=True)))
+        self.items.extend(map(_make_leaf, zip(paths, specs, tensors, repeat(None))))
         for number, address in shared:
             self._tie(number, address)
         return first

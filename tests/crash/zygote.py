@@ -6,6 +6,7 @@ that one has ended or stopped.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -46,10 +47,13 @@ class Child:
 
 
 class Zygote:
-    """The side of the tests. Processes that are still there in the end are killed."""
+    """The side of the tests. Processes that are still there in the end are killed.
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "tests.crash.zygote"]
+    `jobs`: the module with `JOBS`, and with `warm_up`, which imports what they need.
+    """
+
+    def __init__(self, jobs: str = "tests.crash.jobs") -> None:
+        command = [sys.executable, "-m", "tests.crash.zygote", jobs]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
         )
@@ -126,7 +130,6 @@ class _Server:
 
 
 if __name__ == "__main__":
-    from tests.crash.jobs import JOBS, warm_up
-
-    warm_up()
-    _Server(JOBS).serve()
+    work = importlib.import_module(sys.argv[1])
+    work.warm_up()
+    _Server(work.JOBS).serve()

@@ -47,7 +47,7 @@ class Saved:
     def into(self, into, **options):
         binding = self.bind(into, **options)
         with torch.no_grad():
-            for number, target in binding.fills:
+            for number, target, _ in binding.fills:
                 target.copy_(self.bytes[number])
         return binding.finish({number: copied(self.bytes[number]).to(d) for number, d in binding.fresh.items()})
 

@@ -327,7 +327,7 @@ def test_aliases_are_resolved_in_the_plan():
     one, two, three = torch.zeros(3), torch.zeros(3), torch.zeros(3)
     into = {"a": OrderedDict(x=one, y=two, z=three), "slot": {}}
     binding = saved.bind(into)
-    assert [number for number, _ in binding.fills] == [0, 0, 0]
+    assert [fill.number for fill in binding.fills] == [0, 0, 0]
     assert set(binding.fresh) == {0}
     saved.into(into)
     assert one.sum() == two.sum() == three.sum() == into["slot"]["u"].sum() == 3

@@ -168,7 +168,7 @@ def test_modules_are_filled_in_place_and_keep_their_own_flags():
     ids = [id(value) for value in target.state_dict(keep_vars=True).values()]
     binding = saved.bind({"m": target})
     assert binding.fresh == {}
-    assert not any(tensor.requires_grad for _, tensor in binding.fills)
+    assert not any(fill.tensor.requires_grad for fill in binding.fills)
     saved.into({"m": target})
     assert [id(value) for value in target.state_dict(keep_vars=True).values()] == ids
     assert not target.module.weight.requires_grad

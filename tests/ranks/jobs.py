@@ -1,0 +1,55 @@
+"""What the ranks of a test do: each is a process of its own, forked from one that has imported all."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.ranks import models
+
+JOBS: dict[str, Callable[..., Any]] = {}
+STEPS: dict[str, Callable[..., Any]] = {}
+
+
+MODULES = (
+    "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict",
+    "shardstore.saving", "shardstore.loading", "shardstore.training", "tests.ranks.steps", "tests.ranks.faulty",
+)  # fmt: skip
+
+
+def warm_up() -> None:
+    """Import what takes long, on one thread."""
+    torch.set_num_threads(1)
+    for name in MODULES:
+        importlib.import_module(name)
+    models.warm_up()
+
+
+def step(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function known by its name, for `Ranks.run`."""
+    STEPS[function.__name__] = function
+    return function
+
+
+def rank(name: str, rank: int, size: int, port: int, prefix: str, seconds: float, arguments: dict[str, Any]) -> Any:
+    """Be one rank: join the others, do a step, leave."""
+    os.environ["SHARDSTORE_TIMEOUT_SECONDS"] = str(seconds)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    limit = timedelta(seconds=60)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore(prefix, store), rank=rank, world_size=size, timeout=limit
+    )
+    try:
+        return STEPS[name](**arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+JOBS["rank"] = rank
