@@ -4,22 +4,26 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?= -n 2
 BENCH_ARGS ?=
+TORTURE_ARGS ?=
 
 PY := .venv/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-input --root-user-action=ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench bench-all format system clean FORCE
+.PHONY: help demo test torture check bench bench-all format system clean FORCE
 
 help: ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
-	@echo "variables: TORCH=$(TORCH) PYTHON=$(PYTHON) PYTEST_ARGS='$(PYTEST_ARGS)' BENCH_ARGS='$(BENCH_ARGS)'"
+	@echo "variables: TORCH=$(TORCH) PYTHON=$(PYTHON) PYTEST_ARGS='$(PYTEST_ARGS)' BENCH_ARGS='$(BENCH_ARGS)' TORTURE_ARGS='$(TORTURE_ARGS)'"
 
-demo: .venv/.ready ## train, save, resume bit for bit, damage a copy; figures in demo.json
-	$(PY) examples/demo.py --json demo.json
+demo: .venv/.ready ## train, resume bit for bit, damage a copy, kill, stop, fork a run; figures in demo.json
+	$(PY) examples/demo.py --json demo.json --plot demo.png
 
 test: .venv/.ready ## run the tests
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+torture: .venv/.ready ## kill trainings at random moments, 200 on each of disk, FUSE mount and S3
+	$(PY) -m tests.torture $(TORTURE_ARGS)
 
 check: .venv/.ready ## format, lint, types, layers, sizes, docs
 	$(PY) -m ruff format --check .
@@ -53,7 +57,7 @@ system: ## install fuse3 and e2fsprogs where root and apt-get are at hand
 
 clean: ## remove caches, builds and results, but not .venv
 	rm -rf build dist .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	rm -f demo.json bench.json
+	rm -f demo.json demo.png bench.json
 	find . -name .venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 # The stamp holds the torch it was made for, so that another TORCH installs again.

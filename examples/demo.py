@@ -1,18 +1,16 @@
-"""Train a small GPT, save, resume bit for bit in a fresh process, damage a copy, and measure.
+"""Train a small GPT, resume it bit for bit, damage a copy, kill and stop and fork a run, and measure.
 
-`python examples/demo.py` takes about a minute, and one gigabyte of disk for that time.
+`python examples/demo.py` takes less than two minutes, and one gigabyte of disk for that time.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _gpt import GPT, Config, build, train_step
+from _gpt import Config, build, train_step
 from _measure import CALLS, measure, synthetic
+from _telling import fingerprint, run, say, title
 from _text import python_text
+from demo_run import survive
 
 import shardstore
 
@@ -51,14 +51,6 @@ def train(state: dict[str, Any], until: int, text: torch.Tensor) -> None:
     state["rng"] = torch.get_rng_state()
 
 
-def fingerprint(model: GPT) -> str:
-    """A digest of all weights: one different bit gives another."""
-    digest = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        digest.update(tensor.numpy())
-    return digest.hexdigest()
-
-
 def resume(url: str, until: int) -> None:
     """What the fresh process does: load, train on, and answer in JSON."""
     config = Config(**shardstore.load(url, only="config")["config"])
@@ -75,25 +67,16 @@ def resume(url: str, until: int) -> None:
 # ------------------------------------------------------------------------------------------- the story
 
 
-def say(*lines: str) -> None:
-    """Print at once, also into a pipe."""
-    print(*lines or [""], sep="\n", flush=True)
-
-
-def title(text: str) -> None:
-    """Begin a chapter."""
-    say("", text, "-" * len(text))
-
-
-def story(config: Config, resume_at: int, synthetic_bytes: int, rounds: int, folder: Path) -> dict[str, Any]:
+def story(config: Config, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All chapters; returns the figures."""
     began = time.perf_counter()
-    checkpoint = folder / f"step-{resume_at}"
+    checkpoint = folder / f"step-{arguments.resume_at}"
     text = python_text(config.text_bytes)
-    state, figures = train_and_save(config, resume_at, text, checkpoint)
+    state, figures = train_and_save(config, arguments.resume_at, text, checkpoint)
     figures |= continue_twice(state, text, checkpoint)
     figures["damage"] = damage(checkpoint, state, folder)
-    figures["speed"] = compare(state, synthetic_bytes, rounds, folder)
+    figures["run"] = survive(arguments.text_bytes, folder, arguments.plot and os.path.abspath(arguments.plot))
+    figures["speed"] = compare(state, arguments.synthetic_mb * 10**6, arguments.rounds, folder)
     figures["seconds"] = time.perf_counter() - began
     return figures
 
@@ -132,7 +115,7 @@ def continue_twice(state: dict[str, Any], text: torch.Tensor, checkpoint: Path) 
     train(state, steps, text)
     straight = [loss.hex() for loss in state["losses"][begin:]]
     say("A new process makes a model with other random weights, loads the checkpoint, and trains on.")
-    fresh = _run(sys.executable, __file__, "--resume", str(checkpoint), "--until", str(steps))
+    fresh = run(sys.executable, __file__, "--resume", str(checkpoint), "--until", str(steps))
     answer = json.loads(fresh.stdout)
     say(f"{'step':>6}  {'uninterrupted':<22}resumed")
     for step, ours, theirs in list(zip(range(begin, steps), straight, answer["losses"], strict=True))[:SHOWN]:
@@ -162,7 +145,7 @@ def damage(checkpoint: Path, state: dict[str, Any], folder: Path) -> dict[str, A
         figures |= {"found": error.file == shard.name, "blocks": error.blocks, "tensors": error.tensors}
         say(f"{type(error).__name__}: {error}")
     say("", f"$ shardstore verify {copy.name}")
-    verified = _run(sys.executable, "-m", "shardstore", "verify", copy.name, folder=folder, check=False)
+    verified = run(sys.executable, "-m", "shardstore", "verify", copy.name, folder=folder, check=False)
     say(verified.stdout.rstrip(), "$ echo $?", str(verified.returncode))
     shutil.rmtree(copy)
     figures |= {"exit_code": verified.returncode, "torch_load": _flip_for_torch(state, folder / "weights.pt")}
@@ -171,8 +154,8 @@ def damage(checkpoint: Path, state: dict[str, Any], folder: Path) -> dict[str, A
 
 
 def compare(state: dict[str, Any], synthetic_bytes: int, rounds: int, folder: Path) -> list[dict[str, Any]]:
-    """Chapter 5."""
-    title("5. Speed, beside torch.save and torch.load")
+    """Chapter 7."""
+    title("7. Speed, beside torch.save and torch.load")
     plain = {"model": state["model"].state_dict(), "optimizer": state["optimizer"].state_dict()}
     large = synthetic(synthetic_bytes)
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # nothing is trained any more
@@ -195,10 +178,6 @@ def compare(state: dict[str, Any], synthetic_bytes: int, rounds: int, folder: Pa
 
 def _megabytes(nbytes: int) -> str:
     return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.1f} kB"
-
-
-def _run(*command: str, folder: Path | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=folder, check=check, stdout=subprocess.PIPE, text=True)
 
 
 def _flip(path: Path) -> int:
@@ -238,13 +217,14 @@ def _folder(keep: str | None) -> Iterator[Path]:
         except OSError as error:
             sys.exit(f"--keep makes a new folder, but {keep}: {error.strerror}")
         yield Path(keep).resolve()
-        say("", f"The checkpoint is kept in {keep}.")
+        say("", f"The checkpoint and the runs are kept in {keep}.")
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train, save, resume bit for bit, damage a copy, measure.")
+    parser = argparse.ArgumentParser(description="Train, resume, damage a copy, kill a run, measure.")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
-    parser.add_argument("--keep", metavar="DIR", help="make this folder and leave the checkpoint there")
+    parser.add_argument("--keep", metavar="DIR", help="make this folder and leave checkpoint and runs there")
+    parser.add_argument("--plot", metavar="FILE", help="draw the losses of run and branch there, .png or .svg")
     for name, value in asdict(Config()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default {value}")
     parser.add_argument("--resume-at", type=int, default=40, metavar="STEP", help="where to save; default 40")
@@ -268,14 +248,23 @@ def main() -> int:
     say(f"shardstore {shardstore.__version__}, torch {torch.__version__}, Python {platform.python_version()}")
     config = Config(**{name: getattr(arguments, name) for name in asdict(Config())})
     with _folder(arguments.keep) as folder:
-        figures = story(config, arguments.resume_at, arguments.synthetic_mb * 10**6, arguments.rounds, folder)
+        figures = story(config, arguments, folder)
     figures["versions"] = {
         "shardstore": shardstore.__version__, "torch": str(torch.__version__), "python": platform.python_version(),
     }  # fmt: skip
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(figures, indent=2) + "\n")
-    kept = figures["equal"] and figures["weights_equal"] and figures["damage"]["found"]
+    kept = figures["equal"] and figures["weights_equal"] and figures["damage"]["found"] and survived(figures["run"])
     return 0 if kept and figures["damage"]["exit_code"] == shardstore.Damaged.exit_code else 1
+
+
+def survived(run: dict[str, Any]) -> bool:
+    """Whether the run kept all that it had promised."""
+    lost = run["sigkill"]["steps_done"] - run["sigkill"]["resumes_from"]
+    signals = run["sigkill"]["exit_code"] == -9 and run["sigterm"]["exit_code"] == 143
+    saved = run["sigterm"]["last_step"] == run["sigterm"]["saved_step"] and lost <= 10
+    equal = run["end"]["losses_equal"] and run["end"]["weights_equal"] and run["fork"]["common"]
+    return signals and saved and equal
 
 
 if __name__ == "__main__":

@@ -56,32 +56,34 @@ def bad(key: str, why: str) -> NoReturn:
     raise Damaged(f"{key} can't be understood: {why}", file=key)
 
 
-def fetch(store: Store, key: str) -> Blob | None:
+def fetch(store: Store, key: str, limit: int = LIMIT) -> Blob | None:
     """A small file, None where there is none."""
     try:
-        return store.get(key, limit=LIMIT)
+        return store.get(key, limit=limit)
     except KeyMissing:
         return None
 
 
-def put_if(store: Store, key: str, data: bytes, version: str | None, *, single_writer: bool = False) -> bool:
+def put_if(
+    store: Store, key: str, data: bytes, version: str | None, *, single_writer: bool = False, limit: int = LIMIT
+) -> bool:
     """Put a document where nothing is (`version` None), or in the place of the one with that version.
 
     False where somebody else was first. An answer that was lost is found out by reading. `single_writer`: the store
-    knows no conditions, and the caller says that nobody else writes there.
+    knows no conditions, and the caller says that nobody else writes there. `limit`: bytes of the present one at most.
     """
     for _ in range(_TRIES):
         try:
             if not single_writer:
                 store.put(key, Bytes(data), if_absent=version is None, if_match=version)
                 return True
-            present = fetch(store, key)
+            present = fetch(store, key, limit)
             if (present.version if present else None) == version:
                 store.put(key, Bytes(data))
                 return True
             return False
         except (CheckpointExists, KeyMissing, StoreUnavailable) as error:
-            present = fetch(store, key)
+            present = fetch(store, key, limit)
             if present is not None and present.data == data:
                 return True
             unclear = isinstance(error, StoreUnavailable)

@@ -261,9 +261,9 @@ class Run:
 
         Raises Fenced while a living process holds the run; CheckpointNotFound without a checkpoint; Damaged.
         """
-        self._refuse_live("pivot")
+        self.refuse_live("pivot")
         newest = self._verified_newest()
-        self._refuse_live("pivot")
+        self.refuse_live("pivot")
 
         def turned(info: RunInfo) -> RunInfo:
             pivot = Pivot(info.generation + 1, newest.step, newest.attempt, utc_now())
@@ -285,7 +285,8 @@ class Run:
             )  # fmt: skip
         return newest
 
-    def _refuse_live(self, what: str) -> None:
+    def refuse_live(self, what: str) -> None:
+        """Raise Fenced while a living process holds the run. `what`: what the caller is about to do, as a verb."""
         holder = self.owner()
         if holder is not None and holder.live:
             raise Fenced(

@@ -1,4 +1,4 @@
-"""Names in a run folder. Only what has exactly the form in which it is written is ours."""
+"""Names in a run folder and its checkpoints. Only what has exactly the form in which it is written is ours."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import re
 
 from shardstore.errors import InvalidArgument, brief
 
+SECTION = "shardstore"
+"""The section of a training's state that tells where it stands."""
+SCHEMA = "shardstore-training/1"
+"""What that section says of itself."""
 STEP_DIGITS = 8
 MAX_STEP = 2**63 - 1
 ATTEMPT = re.compile(r"[0-9a-f]{16}")

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import threading
 import zlib
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
 from shardstore.errors import InvalidArgument, StoreError, StoreUnavailable
+from shardstore.storage.carrying import Carrier, Payload
 from shardstore.storage.port import Body
 from shardstore.storage.s3_client import ChecksumRefused, Client
 
 MIN_PART = 5 * 1024 * 1024
 MAX_PART = 5 * 1024**3
 MAX_PARTS = 10_000
-_CHUNK = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,58 +35,20 @@ class Settings:
             raise InvalidArgument(f"in_flight must be a whole number from 1 to 1024, not {self.in_flight!r}")
 
     def part_for(self, nbytes: int) -> int:
-        """Bytes of a part for an object of so many bytes, a multiple of 1 MiB."""
-        least = -(-nbytes // MAX_PARTS)
-        part = max(self.part_bytes, -(-least // 2**20) * 2**20)
+        """Bytes of a part for an object of so many bytes: equal parts, of whole MiB but for the last."""
+        count = min(-(-nbytes // self.part_bytes), MAX_PARTS)
+        part = max(MIN_PART, -(-nbytes // max(count, 1) // 2**20) * 2**20)
         if part > MAX_PART:
             raise InvalidArgument(f"an object of {nbytes} bytes is over the limit of S3: use more shards")
         return part
 
 
-class Payload:
-    """Buffers as the body of a request: sent without a copy, and again from the start for another try."""
-
-    def __init__(self, buffers: list[memoryview]) -> None:
-        self._buffers = buffers
-        self._size = sum(map(len, buffers))
-        self._at = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + {0: 0, 1: self._at, 2: self._size}[whence]
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        """Only for libraries that look into a body; requests are sent by iterating."""
-        end = self._size if size < 0 else min(self._size, self._at + size)
-        data = b"".join(bytes(part) for part in self._slices(self._at, end))
-        self._at = end
-        return data
-
-    def _slices(self, begin: int, end: int) -> Iterator[memoryview]:
-        at = 0
-        for buffer in self._buffers:
-            low, high = max(begin - at, 0), min(end - at, len(buffer))
-            if low < high:
-                yield buffer[low:high]
-            at += len(buffer)
-
-    async def __aiter__(self) -> AsyncIterator[memoryview]:
-        for buffer in self._buffers:
-            for at in range(0, len(buffer), _CHUNK):
-                yield buffer[at : at + _CHUNK]
-
-    def crc32(self) -> str:
-        """The CRC-32 of the bytes, in base64, as S3 wants it."""
-        value = 0
-        for buffer in self._buffers:
-            value = zlib.crc32(buffer, value)
-        return base64.b64encode(value.to_bytes(4, "big")).decode()
+def _crc32(payload: Payload) -> str:
+    """The CRC-32 of the bytes, in base64, as S3 wants it."""
+    value = 0
+    for buffer in payload.buffers:
+        value = zlib.crc32(buffer, value)
+    return base64.b64encode(value.to_bytes(4, "big")).decode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +78,8 @@ class Uploads:
 
     def put_once(self, name: str, body: Body, condition: Mapping[str, Any]) -> None:
         """Publish an object by one conditional request, sent once."""
-        self._client.wait(self.send_once(self.prepared(name, _parts(body, MAX_PART, name)), condition))
+        put = self.prepared(name, _parts(body, MAX_PART, name))
+        self._client.carry(self.send_once(put, condition), Carrier(self._client.patience(body.nbytes)))
 
     async def send_once(self, put: Put, condition: Mapping[str, Any]) -> None:
         """Send a conditional request once."""
@@ -146,7 +108,9 @@ class Uploads:
             return
         put = self.prepared(name, parts)
         with self._room:
-            self._client.call("put_object", **put.summed)
+            self._client.carry(
+                self._client.request("put_object", **put.summed), Carrier(self._client.patience(body.nbytes))
+            )
 
     def _in_parts(self, name: str, nbytes: int, parts: Iterator[list[memoryview]]) -> None:
         checksums = self._checksums
@@ -180,62 +144,75 @@ class Uploads:
 
 
 class _Sending:
-    """The parts of one upload, on their way."""
+    """The parts of one upload, on their way, each on a thread of its own."""
 
     def __init__(
         self, client: Client, room: threading.BoundedSemaphore, upload: Mapping[str, str], *, checksums: bool
     ) -> None:
         self._client, self._room, self._upload, self._checksums = client, room, upload, checksums
-        self._futures: list[Future[dict[str, Any]]] = []
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._parts: list[_Part] = []
 
     def send(self, number: int, payload: Payload) -> None:
         """Begin to send a part, as soon as there is room for it. Raises what went wrong with earlier ones."""
-        arguments = {**self._upload, "PartNumber": number, "Body": payload, "ContentLength": len(payload)}
-        if self._checksums:
-            arguments = _summed(arguments)
         self._room.acquire()
         try:
-            future = self._client.start(self._send(arguments))
+            part = _Part(self._client, {**self._upload, "PartNumber": number}, payload, checksums=self._checksums)
+            part.begin(self._room.release)
         except BaseException:
             self._room.release()
             raise
-        future.add_done_callback(lambda _: self._room.release())  # also of one that is cancelled before it begins
-        self._futures.append(future)
-        for earlier in self._futures:
-            if earlier.done():
-                earlier.result()
+        self._parts.append(part)
+        for earlier in self._parts:
+            if earlier.sent.done():
+                earlier.sent.result()
 
-    async def _send(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        task = asyncio.current_task()
-        if task is not None:
-            self._tasks.add(task)
-        answer = await self._client.request("upload_part", nbytes=arguments["ContentLength"], **arguments)
+    def finish(self) -> list[dict[str, Any]]:
+        """Wait for all parts; returns what tells them to the server."""
+        return [part.sent.result() for part in self._parts]
+
+    def end(self) -> None:
+        """Break off what is on its way, and wait until nobody reads the memory of the parts any more."""
+        for part in self._parts:
+            part.carrier.stop()
+        wait(part.sent for part in self._parts)
+
+
+class _Part:
+    """One part. `sent` holds what tells it to the server."""
+
+    def __init__(self, client: Client, name: dict[str, Any], payload: Payload, *, checksums: bool) -> None:
+        self._client, self._name, self._payload, self._checksums = client, name, payload, checksums
+        self.carrier = Carrier(client.patience(len(payload)))
+        self.sent: Future[dict[str, Any]] = Future()
+
+    def begin(self, ended: Callable[[], None]) -> None:
+        """Send it on a thread. A plain one: a pool takes no work after the main thread's end, when saves may go on."""
+        threading.Thread(target=self._run, args=(ended,), name="shardstore-part").start()
+
+    def _run(self, ended: Callable[[], None]) -> None:
+        try:
+            answer = self._send()
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            ended()
+            self.sent.set_exception(error)
+        else:
+            ended()
+            self.sent.set_result(answer)
+
+    def _send(self) -> dict[str, Any]:
+        size = len(self._payload)
+        arguments = {**self._name, "Body": self._payload, "ContentLength": size}
+        if self._checksums:
+            arguments = _summed(arguments)
+        answer = self._client.carry(self._client.request("upload_part", nbytes=size, **arguments), self.carrier)
         shown = {"PartNumber": arguments["PartNumber"], "ETag": answer["ETag"]}
         if answer.get("ChecksumCRC32"):
             shown["ChecksumCRC32"] = arguments["ChecksumCRC32"]
         return shown
 
-    def finish(self) -> list[dict[str, Any]]:
-        """Wait for all parts; returns what tells them to the server."""
-        return [future.result() for future in self._futures]
-
-    def end(self) -> None:
-        """Break off what is on its way, and wait until nobody reads the memory of the parts any more."""
-        for future in self._futures:
-            future.cancel()
-
-        async def ended() -> None:
-            for task in self._tasks:
-                task.cancel()
-            if self._tasks:
-                await asyncio.wait(self._tasks)
-
-        self._client.wait(ended())
-
 
 def _summed(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {**arguments, "ChecksumCRC32": arguments["Body"].crc32()}
+    return {**arguments, "ChecksumCRC32": _crc32(arguments["Body"])}
 
 
 def _parts(body: Body, part: int, name: str) -> Iterator[list[memoryview]]:

@@ -17,6 +17,7 @@ from typing import Any
 from shardstore.errors import CheckpointExists, InvalidArgument, KeyMissing, StoreError, StoreUnavailable
 from shardstore.events import Listener
 from shardstore.storage import multipart
+from shardstore.storage.carrying import Carrier
 from shardstore.storage.port import Blob, Body, Capabilities, Entry, check_key
 from shardstore.storage.s3_client import Client, NotImplementedThere
 
@@ -106,7 +107,8 @@ class S3Store:
         return str(fs.endpoint_url or fs.client_kwargs.get("endpoint_url")), self._client.bucket, condition
 
     def _probe(self, condition: str) -> bool:
-        return self._client.wait(self._client.again("probe", self._prefix, lambda: self._probe_once(condition)))
+        probing = self._client.again("probe", self._prefix, lambda: self._probe_once(condition))
+        return self._client.carry(probing, Carrier(self._client.patience(0)))
 
     async def _probe_once(self, condition: str) -> bool:
         name = f"{self._prefix}.probe-{secrets.token_hex(8)}"
@@ -162,21 +164,22 @@ class S3Store:
             raise InvalidArgument(f"{key!r} can't be read into memory that is read-only")
         if total:
             views = [buffer.cast("B") if buffer.format != "B" else buffer for buffer in buffers if buffer.nbytes]
-            self._client.wait(self._read(name, offset, total, views))
+            wanted = f"{offset}-{offset + total - 1}"
+            carrier = Carrier(self._client.patience(total), into=views, shown=f"bytes {wanted}/")
+            self._client.carry(self._read(name, f"bytes={wanted}", total, carrier), carrier)
 
-    async def _read(self, name: str, offset: int, total: int, buffers: list[memoryview]) -> None:
-        wanted = f"bytes={offset}-{offset + total - 1}"
-
+    async def _read(self, name: str, wanted: str, total: int, carrier: Carrier) -> None:
         async def once() -> None:
-            answer = await self._client.once("get_object", Key=name, Range=wanted)
+            answer = await self._client.once("get_object", nbytes=total, Key=name, Range=wanted)
             async with answer["Body"] as body:
                 shown = answer.get("ContentRange", "")
-                if not shown.startswith(f"bytes {offset}-{offset + total - 1}/"):
+                if not shown.startswith(carrier.shown):
                     where = self._client.where(name)
                     raise StoreError(
                         f"{where!r}: {wanted} were asked for, {shown or 'all'} came: it is cut short", filename=where
                     )
-                await self._receive(body, buffers, name)
+                if not carrier.filled:  # it went through a proxy, or a session that is not ours
+                    await self._receive(body, carrier.into, name)
 
         await self._client.again("read", name, once)
 

@@ -1,7 +1,7 @@
 """Single requests to an S3 service through s3fs: time-outs, retries with jitter, and errors of ours.
 
 s3fs brings credentials, endpoints and its event loop; its own caches, retries and file objects are not used, since they
-serve stale listings, publish cut objects, and give up too early (`docs/object-stores.md`).
+serve stale listings, publish cut objects, and give up too early (`docs/object-stores.md`). Bodies go past its loop.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
+from http.client import HTTPException
+from inspect import signature
 from typing import Any, TypeVar
 
 import stamina
 
 from shardstore.errors import CheckpointExists, InvalidArgument, KeyMissing, StoreError, StoreUnavailable
 from shardstore.events import Listener, Noticed, Retried
+from shardstore.storage.carrying import Carrier
 
 T = TypeVar("T")
 
@@ -85,6 +88,10 @@ class Client:
     def start(self, work: Awaitable[T]) -> Future[T]:
         """Run a coroutine on the event loop's thread."""
         return asyncio.run_coroutine_threadsafe(_as_coroutine(work), self.fs.loop)
+
+    def carry(self, work: Awaitable[T], carrier: Carrier) -> T:
+        """Run a coroutine and wait for its end; this thread moves the bytes of its requests meanwhile."""
+        return carrier.wait(self.start, work)
 
     def wait(self, work: Awaitable[T]) -> T:
         """Run a coroutine and wait for its end; an interrupt of this thread ends it, too."""
@@ -162,7 +169,13 @@ def _check_seconds(name: str, value: object) -> None:
 
 def _config(options: Mapping[str, Any]) -> dict[str, Any]:
     """Settings for botocore: no retries below ours, no checksum but ours."""
+    from aiobotocore.config import AioConfig
+
     given = dict(options.get("config_kwargs") or {})
+    if "http_session_cls" in signature(AioConfig).parameters:  # not in old ones: their event loop moves the bodies
+        from shardstore.storage.s3_session import Session
+
+        given = {"http_session_cls": Session, **given}
     return {
         "max_pool_connections": 64,
         "retries": {"mode": "standard", "total_max_attempts": 1},
@@ -284,7 +297,7 @@ def _unanswered(error: Exception, text: str, where: str) -> Exception:
     if _redirected(error):
         return StoreError(f"{text}{_REMEDIES['PermanentRedirect']}", filename=where)
     why = "no answer came in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
-    passing = (OSError, EOFError, ClientError, ConnectionError, HTTPClientError, ResponseParserError)
+    passing = (OSError, EOFError, HTTPException, ClientError, ConnectionError, HTTPClientError, ResponseParserError)
     if isinstance(error, passing):
         return StoreUnavailable(f"{text}{why}", errno=errno.ETIMEDOUT, filename=where)
     if isinstance(error, (TypeError, ValueError)):

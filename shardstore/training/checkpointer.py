@@ -16,14 +16,16 @@ from shardstore.hashing import DEFAULT
 from shardstore.plan import GroupBy, Layout, ShardOptions
 from shardstore.ranks import ALL, ranks_of
 from shardstore.run import Policy, Run, RunCheckpoint, matches
+from shardstore.run.names import SCHEMA, SECTION
 from shardstore.saving import Options, Pending, Saved
 from shardstore.training import rng
+from shardstore.training.checks import check_room, check_sections, has_gradients, planned_bytes, positive
 from shardstore.training.keeping import Keeping, check_policies
-from shardstore.training.position import Position
-from shardstore.training.resuming import SCHEMA, SECTION, Resume, differences
+from shardstore.training.migrating import Migration, Schema
+from shardstore.training.position import Position, Skip
+from shardstore.training.resuming import Reading, Resume, Verify, check_verify, differences
 from shardstore.training.saver import Saver
 from shardstore.training.signals import Preempted, Signals
-from shardstore.tree import flatten
 
 T = TypeVar("T")
 _NO_LOG = {"epoch": 0, "lines": 0, "sha256": "0" * 64}
@@ -36,21 +38,25 @@ class Checkpointer:
     `shardstore` is the name of the section that is added. Plain values in it are read at each save.
     `every_steps`, `every_seconds`: when `step` saves, whichever comes first; the former at multiples of it.
     `keep`: policies; a checkpoint stays if any of them keeps it, all stay without one.
-    `config`: plain data that is stored, and compared at a resume. `schema`: a name for the structure of the state; a
-    resume refuses another one. `generators`: NumPy, torch or Python generators by name, besides the global ones.
+    `config`: plain data that is stored, and compared at a resume. `generators`: NumPy, torch or Python generators by
+    name, besides the global ones.
+    `schema`: a name for the structure of the state. `migrations`: by earlier schema, oldest first, a function from the
+    state of that schema, as loaded data, to the state of the next one, the last to `schema`; others are refused.
+    `verify_on_start`: read the checkpoint that is resumed from whole, or all of them, from the device before that.
     `background`: saves are written by a thread while training goes on. `max_failures`: how many periodic saves in a row
     may fail and be reported only. `stop_signals` end the training after the step with a save and `preempted_exit`;
     `save_signals` ask for a save. `grace_seconds`: after a stop signal, no save begins that won't fit.
     `shards` to `storage_options`: as in `save`.
 
-    Construction makes the run, takes it over from any other process, and checks that all of the state can be stored.
-    Raises UnsupportedState, InvalidArgument, StoreError.
+    Construction makes the run, takes it over from any other process, and checks that all of the state can be stored,
+    and that a file system has room for it once. Raises UnsupportedState, InvalidArgument, StoreError.
     """
 
     def __init__(  # noqa: PLR0913 - the public face: every argument but two has a default
         self, url: str | os.PathLike[str], state: dict[str, Any], *, every_steps: int | None = None,
         every_seconds: float | None = None, keep: Sequence[Policy] | Policy = (), config: Any = None,
-        schema: str | None = None, generators: Mapping[str, Any] | None = None, background: bool = False,
+        schema: str | None = None, migrations: Mapping[str | None, Migration] | None = None,
+        verify_on_start: Verify = None, generators: Mapping[str, Any] | None = None, background: bool = False,
         max_failures: int = 3, stop_signals: Sequence[str] = ("SIGTERM",), save_signals: Sequence[str] = ("SIGUSR1",),
         preempted_exit: int = 143, grace_seconds: float | None = None, shards: int | None = None,
         shard_bytes: int | None = None, layout: Layout = "balanced", group_by: GroupBy | None = None,
@@ -59,22 +65,22 @@ class Checkpointer:
     ) -> None:  # fmt: skip
         options = Options(ShardOptions(layout, shards, shard_bytes, group_by), None, hash, threads)
         ranks_of(ALL)
-        self._every_steps = _positive("every_steps", every_steps, int)
-        self._every_seconds = _positive("every_seconds", every_seconds, int, float)
-        self._grace = _positive("grace_seconds", grace_seconds, int, float)
+        self._every_steps = positive("every_steps", every_steps, int)
+        self._every_seconds = positive("every_seconds", every_seconds, int, float)
+        self._grace = positive("grace_seconds", grace_seconds, int, float)
         if type(max_failures) is not int or max_failures < 0:
             raise InvalidArgument(f"max_failures must be a whole number from 0 on, not {brief(max_failures)}")
         self._max_failures, self._exit_code, self._background = max_failures, preempted_exit, background
-        self._config, self._schema = config, schema
+        self._config = config
+        structure = Schema(schema, migrations or {})
+        self._reading = Reading(structure, check_verify(verify_on_start), options.threads, listener, storage_options)
         self._signals = Signals(stop_signals, save_signals)
         policies = check_policies(keep)
         self.run = Run(url, storage_options, listener=listener, single_writer=single_writer)
         self._position = Position(rng.check_generators(generators), self.run.notice)
         self._state, self._step = state, 0
-        self._check_state()
-        self._reading: dict[str, Any] = {
-            "threads": options.threads, "listener": listener, "storage_options": storage_options,
-        }  # fmt: skip
+        check_sections(state)
+        check_room(self.run, planned_bytes({**state, SECTION: self._section(_NO_LOG)}, options.shards))
         self.run.create()
         self._owner = self.run.take_owner()
         self._keeping = Keeping(self.run, policies, options.threads)
@@ -87,15 +93,6 @@ class Checkpointer:
         self._seconds: float | None = None
         self._failures = 0
         self._resumed = self._closed = False
-
-    def _check_state(self) -> None:
-        if type(self._state) is not dict or not all(isinstance(name, str) for name in self._state):
-            raise InvalidArgument("the state of a training is a dict of sections: wrap it, as in {'model': model}")
-        if SECTION in self._state:
-            raise InvalidArgument(f"the section {SECTION!r} is reserved: give yours another name")
-        if flatten(self._state).flat:
-            raise InvalidArgument("a dict of nothing but tensors is one section: wrap it, as in {'model': state}")
-        flatten({**self._state, SECTION: self._section(_NO_LOG)})
 
     # -- where it stands
 
@@ -112,7 +109,7 @@ class Checkpointer:
     def _section(self, log: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "schema": SCHEMA, "step": self._step, **self._position.section(), "losses": dict(log),
-            "config": self._config, "user_schema": self._schema,
+            "config": self._config, "user_schema": self._reading.schema.name,
         }  # fmt: skip
 
     # -- resume
@@ -130,7 +127,8 @@ class Checkpointer:
 
         What is passed over, damaged or unfinished, is told to the listener, with the steps that are lost by it.
         Raises CheckpointNotFound for a step or a run that isn't there; NothingToResume where the run has had
-        checkpoints and none loads; Mismatch, UnsupportedVersion, StoreError, and whatever else is no confirmed damage.
+        checkpoints and none loads; Mismatch, also where no migrations lead to this schema; UnsupportedVersion,
+        StoreError, and whatever else is no confirmed damage.
         """
         if self._resumed:
             raise InvalidArgument("resume() is called once, before the first step")
@@ -150,7 +148,7 @@ class Checkpointer:
         self, step: int | None, from_run: str | os.PathLike[str] | None, reset: Sequence[str], *, fallback: bool
     ) -> tuple[RunCheckpoint, dict[str, Any]] | None:
         if from_run is not None:
-            other = Run(from_run, self._reading["storage_options"], listener=self._reading["listener"])
+            other = Run(from_run, self._reading.storage_options, listener=self._reading.listener)
             with other:
                 if not other.candidates():
                     raise CheckpointNotFound(f"{other.url} has no checkpoint to begin with: check from_run=")
@@ -162,11 +160,11 @@ class Checkpointer:
     def _read(
         self, run: Run, step: int | None, reset: Sequence[str], *, fallback: bool
     ) -> tuple[RunCheckpoint, dict[str, Any]] | None:
-        resume = Resume(run, self._state, reset, self._schema, **self._reading)
+        resume = Resume(run, self._state, reset, self._reading)
         if step is None:
             return resume.newest(fallback=fallback)
         one = run.at(step)
-        return one, resume.load(one)
+        return one, resume.chosen(one)
 
     def _go_on(self, one: RunCheckpoint, section: dict[str, Any]) -> None:
         ours = one.url.startswith(f"{self.run.url}/")
@@ -217,7 +215,7 @@ class Checkpointer:
     def save(self) -> Saved:
         """Save now, at the end of a step; returns when it is committed. Raises what `shardstore.save` raises."""
         self._need_resumed()
-        if self._position.unstepped and _has_gradients(self._state):
+        if self._position.unstepped and has_gradients(self._state):
             raise InvalidArgument(
                 f"{self._position.unstepped} batches were used since the last step(), and their gradients would be "
                 "lost: save after step()"
@@ -225,16 +223,18 @@ class Checkpointer:
         self._collect(wait=True)
         return self._save_now()
 
-    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+    def batches(self, loader: Iterable[T], *, skip: Skip = "auto") -> Iterator[T]:
         """The batches of the present epoch; after a resume those that are left of it, with the same random numbers.
 
+        `loader`: a DataLoader or another iterable that gives the same batches under the same random state.
         The batches that were used already are loaded again and thrown away, so that workers and samplers draw what they
-        drew. `loader`: a DataLoader or another iterable that gives the same batches under the same random state.
+        drew. A loader with `state_dict` and `load_state_dict` (torchdata's) goes to its place by these instead, unless
+        its workers have drawn from their global generators; with `skip="replay"` it is treated as any other.
         """
         self._need_resumed()
         if any(value is loader for value in self._state.values()):
             raise InvalidArgument("batches() keeps the place in the loader itself: take it out of the state")
-        return self._position.batches(loader, self._signals.handled)
+        return self._position.batches(loader, self._signals.handled, skip)
 
     def _need_resumed(self) -> None:
         if not self._resumed:
@@ -353,14 +353,3 @@ class Checkpointer:
 
     def __repr__(self) -> str:
         return f"Checkpointer({self.run.url!r}, step {self._step})"
-
-
-def _positive(name: str, value: Any, *types: type) -> Any:
-    if value is not None and not (type(value) in types and value > 0):
-        raise InvalidArgument(f"{name} must be a number above 0, or None, not {brief(value)}")
-    return value
-
-
-def _has_gradients(state: Mapping[str, Any]) -> bool:
-    modules = [value for value in state.values() if isinstance(value, torch.nn.Module)]
-    return any(parameter.grad is not None for module in modules for parameter in module.parameters())

@@ -11,6 +11,9 @@ from shardstore.run import Policy, Run, RunCheckpoint, folder_name
 from shardstore.storage import LocalStore, unwrap
 from shardstore.storage.posix import close_quietly, forget_pages
 
+DAMAGE = frozenset({"size", "damaged", "digest", "header"})
+"""Kinds of problems that are wrong bytes, and not only bytes that can't be had now."""
+
 
 def check_policies(keep: Sequence[Policy] | Policy) -> list[Policy]:
     """The policies as a list. Raises InvalidArgument for anything else."""
@@ -84,7 +87,7 @@ class Keeping:
             return True
         why = str(again.error) if again.error else again.problems[0].message
         self._run.notice(f"the checkpoint {one.name} is damaged in the store, so nothing older is removed: {why}")
-        if any(problem.kind in ("size", "damaged", "digest", "header") for problem in again.problems):
+        if any(problem.kind in DAMAGE for problem in again.problems):
             self._run.quarantine(one, why)
         return False
 

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
-from torch.utils.data import DataLoader
 
-from shardstore.errors import InvalidArgument, Mismatch
+from shardstore.errors import InvalidArgument, Mismatch, brief
 from shardstore.training import rng
-from shardstore.training.signals import Shield
+from shardstore.training.workers import Draws, iterate
 
 T = TypeVar("T")
+Skip: TypeAlias = Literal["auto", "replay"]
 
 
 class Position:
     """Counts epochs and batches, and brings a loader back to the batch after the one that was saved.
 
     A shuffling loader draws its order from the random state at the start of the epoch; what follows needs the state at
-    the save. So both are kept, and the batches that were used are loaded again and thrown away in between.
+    the save. So both are kept, and the batches that were used are loaded again and thrown away in between. A loader
+    that saves its own state goes to its place at once, unless its workers draw random numbers, which it doesn't keep.
     """
 
     def __init__(self, generators: rng.Generators, notice: Callable[[str], None]) -> None:
@@ -30,47 +31,75 @@ class Position:
         self._start: rng.Rng | None = None
         self._saved: rng.Rng | None = None
         self._loader: list[torch.Generator] = []
+        self._stateful: Any = None
+        self._draws = Draws()
+        self._loader_state: Any = None
         self._resumed = False
 
     def section(self) -> dict[str, Any]:
         """What a checkpoint has to say."""
-        start = self._start if self.batch else None
-        return {"epoch": self.epoch, "batch": self.batch, "rng": self._capture(), "epoch_rng": start}
+        start, loader = (self._start, self._state_of_loader()) if self.batch else (None, None)
+        return {
+            "epoch": self.epoch, "batch": self.batch, "rng": self._capture(), "epoch_rng": start, "loader": loader,
+        }  # fmt: skip
+
+    def _state_of_loader(self) -> Any:
+        """What brings the loader to its place by itself; None where the batches have to be loaded again."""
+        return None if self._stateful is None or self._draws else self._stateful.state_dict()
 
     def restore(self, section: Mapping[str, Any]) -> None:
         """Go to where a checkpoint was saved. The loader follows when its batches are asked for."""
         self.epoch, self.batch = section["epoch"], section["batch"]
         self._start, self._saved = section["epoch_rng"], section["rng"] if section["batch"] else None
+        self._loader_state = section.get("loader")
         self._resumed = True
         rng.restore(section["rng"], self._generators, self._notice)
 
-    def batches(self, loader: Iterable[T], shielded: Sequence[int]) -> Iterator[T]:
+    def batches(self, loader: Iterable[T], shielded: Sequence[int], skip: Skip) -> Iterator[T]:
         """The batches of an epoch, or after a resume those that are left of it."""
-        if isinstance(loader, Iterator):
-            raise InvalidArgument("batches() takes a loader that can be iterated again and again, not an iterator")
-        self._loader = _generators_of(loader)
-        self._warn(loader)
+        self._take(loader, skip)
         saved, self._saved = self._saved, None
-        skip = self._begin() if saved is None else self.batch
-        if saved is not None and self._start is not None:
+        if saved is None:
+            self._begin()
+        elif self._start is not None:
             self._put(self._start)
-        iterator = _iterator(loader, shielded)
-        self._skip(iterator, skip)
+        placed = saved is not None and self._place(loader)
+        iterator = iterate(loader, shielded, self._draws if self._stateful is not None else None)
         if saved is not None:
-            self._put(saved)
+            if not placed:
+                self._skip(iterator, self.batch)
+            self._put(saved)  # after iter(), which draws, and before the next batch
         for batch in iterator:
             self.batch += 1
             self.unstepped += 1
             yield batch
         self.epoch, self.batch, self._start = self.epoch + 1, 0, None
 
-    def _begin(self) -> int:
+    def _take(self, loader: Any, skip: Skip) -> None:
+        if skip not in ("auto", "replay"):
+            raise InvalidArgument(f"skip must be 'auto' or 'replay', not {brief(skip)}")
+        if isinstance(loader, Iterator):
+            raise InvalidArgument("batches() takes a loader that can be iterated again and again, not an iterator")
+        self._loader = _generators_of(loader)
+        self._warn(loader)
+        stateful = loader if skip == "auto" and _keeps_state(loader) else None
+        if stateful is not self._stateful:
+            self._stateful, self._draws = stateful, Draws()
+
+    def _place(self, loader: Any) -> bool:
+        """Bring a loader to the place of the save by its own state; False where that was not saved, or isn't wanted."""
+        state, self._loader_state = self._loader_state, None
+        if state is None or self._stateful is None:
+            return False
+        loader.load_state_dict(state)
+        return True
+
+    def _begin(self) -> None:
         """Start an epoch; one that was left early has ended thereby."""
         if self.batch:
             self.epoch += 1
         self.batch = 0
         self._start = self._capture()
-        return 0
 
     def _skip(self, iterator: Iterator[Any], count: int) -> None:
         for number in range(count):
@@ -109,13 +138,6 @@ def _generators_of(loader: Any) -> list[torch.Generator]:
     return list(found.values())
 
 
-def _iterator(loader: Iterable[T], shielded: Sequence[int]) -> Iterator[T]:
-    """The loader's iterator, whose workers ignore the signals that training handles."""
-    if not (isinstance(loader, DataLoader) and loader.num_workers and shielded):
-        return iter(loader)
-    inner = loader.worker_init_fn
-    loader.worker_init_fn = Shield(shielded, inner)
-    try:
-        return iter(loader)
-    finally:
-        loader.worker_init_fn = inner
+def _keeps_state(loader: Any) -> bool:
+    """Whether a loader saves and restores its own place, as torchdata's StatefulDataLoader does."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))

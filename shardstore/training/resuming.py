@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from shardstore.check import CheckpointReport
 from shardstore.errors import (
     CheckpointNotFound,
     Damaged,
-    Mismatch,
+    InvalidArgument,
     NothingToResume,
     ShardstoreError,
     UnsupportedVersion,
@@ -20,10 +20,30 @@ from shardstore.events import Listener
 from shardstore.loading import load
 from shardstore.loading.source import Missing
 from shardstore.run import Run, RunCheckpoint
-from shardstore.training.keeping import verify_uncached
+from shardstore.run.names import SCHEMA, SECTION
+from shardstore.training.keeping import DAMAGE, verify_uncached
+from shardstore.training.migrating import Schema, migrate, put_into
 
-SECTION = "shardstore"
-SCHEMA = "shardstore-training/1"
+Verify: TypeAlias = Literal["newest", "all"] | None
+
+
+def check_verify(value: Any) -> Verify:
+    """Which checkpoints are verified whole at the start. Raises InvalidArgument."""
+    if value not in ("newest", "all", None):
+        raise InvalidArgument(f"verify_on_start must be 'newest', 'all' or None, not {brief(value)}")
+    verify: Verify = value
+    return verify
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How checkpoints are read at a resume."""
+
+    schema: Schema
+    verify: Verify
+    threads: int | None
+    listener: Listener | None
+    storage_options: Mapping[str, Any] | None
 
 
 @dataclass(slots=True)
@@ -33,30 +53,42 @@ class Resume:
     run: Run
     state: dict[str, Any]
     reset: Sequence[str]
-    user_schema: str | None
-    threads: int | None
-    listener: Listener | None
-    storage_options: Mapping[str, Any] | None
+    reading: Reading
     passed: list[tuple[RunCheckpoint, str]] = field(default_factory=list)
 
     def load(self, one: RunCheckpoint) -> dict[str, Any]:
         """Fill the state from a checkpoint; returns the section that is ours. What is wrong is raised."""
-        how: dict[str, Any] = {"group": None, "threads": self.threads, "listener": self.listener}
-        how["storage_options"] = self.storage_options
+        how: dict[str, Any] = {"group": None, "threads": self.reading.threads, "listener": self.reading.listener}
+        how["storage_options"] = self.reading.storage_options
         section: dict[str, Any] = load(one.url, only=SECTION, **how)[SECTION]
         if section.get("schema") != SCHEMA:
             raise UnsupportedVersion(
                 f"{one.url} was saved by a training of the schema {brief(section.get('schema'))}, {SCHEMA} is known "
                 "here: use the version of shardstore that wrote it"
             )
-        if section["user_schema"] != self.user_schema:
-            raise Mismatch(
-                f"{one.url} has the schema {section['user_schema']!r}, this training {self.user_schema!r}: convert it, "
-                "or begin a new run"
-            )
+        chain = self.reading.schema.chain(section["user_schema"], one.url)
         wanted = {name: value for name, value in self.state.items() if name not in self.reset}
-        if wanted:
+        if not wanted:
+            return section
+        if chain:
+            data = load(one.url, **how)
+            del data[SECTION]
+            self.state.update(put_into(migrate(data, chain), wanted))
+            self.run.notice(
+                f"the state of {one.name} was migrated from the schema {section['user_schema']!r} to "
+                f"{self.reading.schema.name!r}",
+                warning=False,
+            )
+        else:
             self.state.update(load(one.url, into=wanted, **how))
+        return section
+
+    def chosen(self, one: RunCheckpoint) -> dict[str, Any]:
+        """Fill the state from the checkpoint that was asked for. What is wrong is raised."""
+        if self.reading.verify is not None:
+            self._examine(one)
+        section = self.load(one)
+        self._verify_others(one)
         return section
 
     def newest(self, *, fallback: bool) -> tuple[RunCheckpoint, dict[str, Any]] | None:
@@ -71,6 +103,7 @@ class Resume:
             section = self._try(one, fallback=fallback)
             if section is not None:
                 self._report(one)
+                self._verify_others(one)
                 return one, section
         if candidates or self.passed or self.run.info.committed:
             why = "; ".join(f"{one.name}: {why}" for one, why in self.passed) or "all of them are gone"
@@ -98,13 +131,15 @@ class Resume:
 
     def _try(self, one: RunCheckpoint, *, fallback: bool) -> dict[str, Any] | None:
         try:
+            if self.reading.verify is not None:
+                self._examine(one)
             return self.load(one)
         except (Missing, CheckpointNotFound) as error:  # unfinished: it may be whole later, so there is no mark
             if not fallback:
                 raise
             self._pass(one, f"unfinished: {error}")
         except Damaged as error:
-            report = verify_uncached(self.run, one, self.threads)
+            report = verify_uncached(self.run, one, self.reading.threads)
             if report.ok:  # the first read went wrong, or the structure is beyond this version: then it raises again
                 return self.load(one)
             kinds = {problem.kind for problem in report.problems}
@@ -117,6 +152,35 @@ class Resume:
             else:
                 self._quarantine(one, report, error)
         return None
+
+    def _examine(self, one: RunCheckpoint) -> None:
+        """Read all of a checkpoint from the device before it is used. Raises Damaged, or what kept it from reading."""
+        report = verify_uncached(self.run, one, self.reading.threads)
+        if not report.ok:
+            raise report.error or Damaged(
+                f"{one.url}: {report.problems[0].message}", file=report.problems[0].file,
+                tensors=report.problems[0].tensors,
+            )  # fmt: skip
+
+    def _verify_others(self, chosen: RunCheckpoint) -> None:
+        """Where that is asked for: all others that could be resumed from one day. Damaged ones go into quarantine."""
+        if self.reading.verify != "all":
+            return
+        passed = {one.attempt for one, _ in self.passed} | {chosen.attempt}
+        for one in self.run.candidates():
+            if one.attempt in passed or verify_uncached(self.run, one, self.reading.threads).ok:
+                continue
+            report = verify_uncached(self.run, one, self.reading.threads)
+            if not report.ok:
+                self._condemn(one, report)
+
+    def _condemn(self, one: RunCheckpoint, report: CheckpointReport) -> None:
+        """Tell of a checkpoint that is not whole, and put it into quarantine if it is damaged for sure."""
+        why = report.problems[0].message if report.problems else str(report.error)
+        if any(problem.kind in DAMAGE for problem in report.problems):
+            self.run.quarantine(one, why)
+            why = f"{why}; it is in quarantine now"
+        self.run.notice(f"{one.name}, an older checkpoint, is not whole: {why}")
 
     def _quarantine(self, one: RunCheckpoint, report: CheckpointReport, error: Damaged) -> None:
         why = report.problems[0].message if report.problems else str(report.error or error)

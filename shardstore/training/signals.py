@@ -94,19 +94,3 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-
-
-class Shield:
-    """A worker_init_fn that has DataLoader workers ignore signals, which often go to the whole process group.
-
-    The parent would stop in the middle of a step when they die; they end when it does. `inner` is called then.
-    """
-
-    def __init__(self, numbers: Sequence[int], inner: Callable[[int], None] | None) -> None:
-        self._numbers, self._inner = [int(number) for number in numbers], inner
-
-    def __call__(self, worker: int) -> None:
-        for number in self._numbers:
-            signal.signal(number, signal.SIG_IGN)
-        if self._inner is not None:
-            self._inner(worker)

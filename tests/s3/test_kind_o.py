@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -230,7 +231,9 @@ def credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[st
 
     def write(key: str) -> None:
         secret = SECRET_KEY if key == ACCESS_KEY else "old"
-        file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+        new = tmp_path / f"credentials-{secrets.token_hex(4)}"  # a reader must not meet a file half written
+        new.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+        new.replace(file)
 
     write("OLD")
     return write

@@ -235,7 +235,8 @@ def test_permanent_errors_are_named_at_once(
         shardstore.save(state(AFTER), place.url, threads=1, storage_options=options)
     assert not isinstance(caught.value, StoreUnavailable)
     tried = [(request.key, request.part) for request in proxy.log if request.fault]
-    assert max(Counter(tried).values()) == 1 + (action.__name__ == "ExpiredToken")
+    again = {"ExpiredToken", "PermanentRedirect"}  # with new credentials, in the region that the answer names
+    assert max(Counter(tried).values()) == 1 + (action.__name__ in again)
     assert place.names() == set()
     assert place.uploads() == []
 

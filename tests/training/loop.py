@@ -1,37 +1,38 @@
-"""A small training with all that makes a resume hard; `python -m tests.training.loop` is what tests kill."""
+"""A small training with all that makes a resume hard."""
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import sys
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from shardstore.training import Checkpointer, KeepLast
+from shardstore.training import Checkpointer
 
 EPOCHS = 3
 BATCHES = 8
 
 
 class Noisy(Dataset):
-    """Items that differ by what random numbers are drawn for them, as augmentation does."""
+    """Items that differ by what random numbers are drawn for them, as augmentation does. Counts how many it gave."""
+
+    def __init__(self, noise=0.1):
+        self.noise, self.given = noise, 0
 
     def __len__(self):
         return 16
 
     def __getitem__(self, at):
-        return torch.full((4,), float(at)) / 16 + 0.1 * torch.rand(4)
+        self.given += 1
+        return torch.full((4,), float(at)) / 16 + (self.noise * torch.rand(4) if self.noise else 0)
 
 
 class Training:
-    """Model with dropout, AdamW, a scheduler, a shuffling loader with augmentation, accumulation over two batches."""
+    """Model with dropout, AdamW, a scheduler, a shuffling loader with augmentation (`noise`), accumulation."""
 
-    def __init__(self, workers=0, accumulate=1, generator=False, seed=7):
+    def __init__(self, workers=0, accumulate=1, *, generator=False, stateful=False, noise=0.1, skip="auto", seed=7):
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002 - the global generator is what is meant
@@ -41,7 +42,13 @@ class Training:
         self.state = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
         self.accumulate = accumulate
         own = torch.Generator().manual_seed(seed) if generator else None
-        self.loader = DataLoader(Noisy(), 2, shuffle=True, num_workers=workers, generator=own)
+        kind = DataLoader
+        if stateful:
+            from torchdata.stateful_dataloader import StatefulDataLoader
+
+            kind = StatefulDataLoader
+        self.data, self.skip = Noisy(noise), skip
+        self.loader = kind(self.data, 2, shuffle=True, num_workers=workers, generator=own)
         self.losses = {}
 
     def run(self, ckpt, stop_after=None, at_step=lambda _: None):
@@ -49,7 +56,7 @@ class Training:
         ckpt.resume()
         for _ in range(ckpt.epoch, EPOCHS):
             micro = 0
-            for batch in ckpt.batches(self.loader):
+            for batch in ckpt.batches(self.loader, skip=self.skip):
                 loss = self.model(batch).square().mean() + random.random() * 0.01 + np.random.rand() * 0.01  # noqa: NPY002
                 loss.backward()
                 micro += 1
@@ -81,51 +88,3 @@ def whole(folder, **how):
         evidence = training.evidence()
         losses = dict(ckpt.run.losses())
     return evidence, losses
-
-
-def _kill_at(number, grace):
-    """SIGKILL this process before its system call of that number that changes a file, SIGTERM `grace` calls earlier."""
-    left = [number]
-
-    def counted(call):
-        def made(*arguments, **options):
-            left[0] -= 1
-            if grace and left[0] == grace:
-                os.kill(os.getpid(), signal.SIGTERM)
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*arguments, **options)
-
-        return made
-
-    for name in (
-        "write",
-        "writev",
-        "pwrite",
-        "pwritev",
-        "fsync",
-        "rename",
-        "replace",
-        "unlink",
-        "mkdir",
-        "rmdir",
-        "link",
-    ):
-        setattr(os, name, counted(getattr(os, name)))
-
-
-def main(folder, kill_at, mode):
-    """Train in a folder to the end; the evidence goes to a file beside it."""
-    torch.set_num_threads(1)
-    training = Training()
-    if kill_at:
-        _kill_at(kill_at, 12 if mode == "preempted" else 0)
-    how = {"every_steps": 2, "keep": [KeepLast(2)], "background": mode == "background"}
-    with Checkpointer(folder, training.state, **how) as ckpt:
-        training.run(ckpt)
-        evidence, losses = training.evidence(), dict(ckpt.run.losses())
-    torch.save((evidence, losses), f"{folder}.pt")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -40,9 +40,69 @@ def test_R08_P11_resumes_in_the_middle_of_epochs_are_bit_equal(tmp_path, how):
 
 
 @pytest.mark.slow
-def test_R08_P11_with_worker_processes(tmp_path):
+@pytest.mark.parametrize(("stops", "how"), [([3, 16], {}), ([1, 6], {"accumulate": 2, "generator": True})])
+def test_R08_P11_with_worker_processes(tmp_path, stops, how):
     """Random numbers drawn in two workers are those of the run without stops, too."""
-    assert_same(interrupted(tmp_path / "b", [3, 16], workers=2), whole(tmp_path / "a", workers=2))
+    how = {"workers": 2, **how}
+    assert_same(interrupted(tmp_path / "b", stops, **how), whole(tmp_path / "a", **how))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize(
+    "how", [{}, {"generator": True}, {"accumulate": 2}, {"skip": "replay"}], ids=lambda how: next(iter(how), "plain")
+)
+def test_R08_a_loader_that_keeps_its_own_place(tmp_path, how):
+    """That of torchdata: bit-equal after resumes in the middle of epochs, by its own state or by loading again."""
+    how = {"stateful": True, **how}
+    stops = [3, 8, 13] if "accumulate" not in how else [1, 4, 6]
+    assert_same(interrupted(tmp_path / "b", stops, **how), whole(tmp_path / "a", **how))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("noise", [0, 0.1])
+def test_R08_a_loader_that_keeps_its_own_place_with_worker_processes(tmp_path, noise):
+    """The same with two workers. Where these draw random numbers, which it doesn't save, batches are loaded again."""
+    how = {"stateful": True, "workers": 2, "noise": noise}
+    assert_same(interrupted(tmp_path / "b", [3, 16], **how), whole(tmp_path / "a", **how))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize(("skip", "loaded"), [("auto", 2), ("replay", 8)])
+def test_a_loader_that_keeps_its_own_place_loads_nothing_twice(tmp_path, skip, loaded):
+    """Three batches of two were used: then one more is loaded alone, or the three once more before it."""
+    training = Training(stateful=True, skip=skip)
+    with pytest.raises(KeyboardInterrupt), Checkpointer(tmp_path / "run", training.state, every_steps=1) as ckpt:
+        training.run(ckpt, stop_after=3)
+    again = Training(stateful=True, skip=skip)
+    with Checkpointer(tmp_path / "run", again.state) as ckpt:
+        ckpt.resume()
+        next(ckpt.batches(again.loader, skip=skip))
+    assert again.data.given == loaded
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_another_kind_of_loader_after_a_resume(tmp_path):
+    """What one kind of loader has saved, the other one takes up by loading again: the same batches come."""
+    seen = {}
+    for first, second in [(False, True), (True, False), (False, False)]:
+        folder = tmp_path / f"{first}-{second}"
+        training = Training(stateful=first, generator=True)
+        with pytest.raises(KeyboardInterrupt), Checkpointer(folder, training.state, every_steps=1) as ckpt:
+            training.run(ckpt, stop_after=3)
+        again = Training(stateful=second, generator=True)
+        with Checkpointer(folder, again.state) as ckpt:
+            ckpt.resume()
+            seen[first, second] = len(list(ckpt.batches(again.loader)))
+    assert set(seen.values()) == {BATCHES - 3}
+
+
+def test_skip_is_checked(tmp_path):
+    """A typo is an error."""
+    with Checkpointer(tmp_path / "run", {"model": torch.nn.Linear(1, 1)}) as ckpt:
+        ckpt.resume()
+        with pytest.raises(InvalidArgument, match="skip must be"):
+            next(ckpt.batches([1, 2], skip="fast"))
 
 
 def test_P11_the_next_batch_is_the_one_that_was_not_used(tmp_path):

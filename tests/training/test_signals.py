@@ -16,7 +16,7 @@ import pytest
 from shardstore import verify
 from shardstore.errors import InvalidArgument
 from shardstore.training import Checkpointer, Preempted
-from shardstore.training.signals import Shield
+from shardstore.training.workers import Shield
 from tests.kit.faults import Wrapper
 from tests.training.kit import Told, saves, small, stores, train
 

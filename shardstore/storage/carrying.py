@@ -1,0 +1,331 @@
+"""Moves the bodies of HTTP requests on the threads that wait for them, from and to the memory where they lie.
+
+An event loop has one thread for all connections, copies what it reads, and stands still while others compute. Blocking
+calls on a socket copy nothing and let go of the interpreter's lock. So s3fs makes, signs and judges requests
+(`s3_session`), and what goes over the wire in between is done here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import http.client
+import queue
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+T = TypeVar("T")
+
+STEP = 1024 * 1024
+_IDLE_SECONDS = 12.0  # servers and routers forget connections that rest
+_MOST_IDLE = 64
+_MOST_ANSWER = 1024 * 1024
+_DROPPED = {"expect", "transfer-encoding"}  # a round trip for each body, and what the length says already
+_PARTIAL, _ERRORS = 206, 300
+
+current: contextvars.ContextVar[Carrier | None] = contextvars.ContextVar("carrier", default=None)
+
+
+class Start(Protocol):
+    """Begins to run a coroutine on an event loop."""
+
+    def __call__(self, work: Awaitable[T], /) -> Future[T]: ...
+
+
+class Payload:
+    """Buffers as the body of a request: sent without a copy, and again from the start for another try."""
+
+    def __init__(self, buffers: list[memoryview]) -> None:
+        self.buffers = buffers
+        self._size = sum(map(len, buffers))
+        self._at = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + {0: 0, 1: self._at, 2: self._size}[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        """Only for libraries that look into a body; requests are sent by iterating."""
+        end = self._size if size < 0 else min(self._size, self._at + size)
+        data = b"".join(bytes(part) for part in self._slices(self._at, end))
+        self._at = end
+        return data
+
+    def _slices(self, begin: int, end: int) -> Iterator[memoryview]:
+        at = 0
+        for buffer in self.buffers:
+            low, high = max(begin - at, 0), min(end - at, len(buffer))
+            if low < high:
+                yield buffer[low:high]
+            at += len(buffer)
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for buffer in self.buffers:
+            for at in range(0, len(buffer), STEP):
+                yield buffer[at : at + STEP]
+
+    async def __aiter__(self) -> AsyncIterator[memoryview]:
+        for chunk in self:
+            yield chunk
+
+
+class Carrier:
+    """What a thread does while it waits for requests: it moves their bytes.
+
+    `seconds`: how long the bytes of one request may take. `into`: writable buffers that the body of an answer is read
+    into, if it is the range that `shown` begins to say (as in `Content-Range`).
+    """
+
+    def __init__(self, seconds: float, into: Sequence[memoryview] = (), shown: str = "") -> None:
+        self.seconds, self.into, self.shown = seconds, into, shown
+        self.filled = False
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._socket: socket.socket | None = None
+        self._future: Future[Any] | None = None
+
+    def wait(self, start: Start, work: Awaitable[T]) -> T:
+        """Run a coroutine by `start`, on an event loop, do here what it hands over, and return what it returns.
+
+        When this returns or raises, by an interrupt too, nobody uses the memory of a body any more.
+        """
+        future = start(self._under(work))
+        future.add_done_callback(lambda _: self._jobs.put(None))
+        try:
+            with self._lock:
+                self._future = future
+                if self._stopped:
+                    future.cancel()
+            for job in iter(self._jobs.get, None):
+                job()
+            result, error = future.result()
+        except BaseException:
+            future.cancel()
+            raise
+        if error is not None:
+            raise error
+        return result[0]
+
+    async def _under(self, work: Awaitable[T]) -> tuple[list[T], Exception | None]:
+        """Never raises, since nobody hears it once the future was cancelled, and the loop would complain."""
+        current.set(self)
+        try:
+            return [await work], None
+        except Exception as error:  # noqa: BLE001 - raised by the waiting thread
+            return [], error
+
+    async def hand_over(self, work: Callable[[], T]) -> T:
+        """Let the waiting thread do some work."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def job() -> None:
+            try:
+                result = work()
+            except Exception as error:  # noqa: BLE001 - raised where it is waited for
+                loop.call_soon_threadsafe(_settle, done.set_exception, done, error)
+            else:
+                loop.call_soon_threadsafe(_settle, done.set_result, done, result)
+
+        self._jobs.put(job)
+        return await done
+
+    def stop(self) -> None:
+        """Break off, from another thread; the waiting one ends soon."""
+        with self._lock:
+            self._stopped = True
+            if self._socket is not None:
+                with suppress(OSError):
+                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # of TLS, too, without its farewell
+            if self._future is not None:
+                self._future.cancel()
+
+    @contextmanager
+    def using(self, sock: socket.socket) -> Iterator[None]:
+        """While this socket carries the bytes."""
+        with self._lock:
+            if self._stopped:
+                raise ConnectionAbortedError("the request was broken off")
+            self._socket = sock
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._socket = None
+
+
+def _settle(how: Callable[[Any], None], future: asyncio.Future[Any], outcome: object) -> None:
+    if not future.done():
+        how(outcome)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The head of an answer, names in small letters, and its body unless that went where it was waited for."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+class Connections:
+    """Connections that are kept for the next request. `tls` makes what https wants."""
+
+    def __init__(self, connect_seconds: float, read_seconds: float, tls: Callable[[], ssl.SSLContext]) -> None:
+        self._connect_seconds, self._read_seconds = connect_seconds, read_seconds
+        self._make_tls = tls
+        self._tls: ssl.SSLContext | None = None
+        self._lock = threading.Lock()
+        self._idle: dict[tuple[str, str], list[tuple[float, http.client.HTTPConnection]]] = {}
+
+    def exchange(self, carrier: Carrier, method: str, url: str, headers: Mapping[str, Any], body: Any) -> Answer:
+        """Make one request, once. Raises OSError, HTTPException, or TimeoutError after the carrier's time."""
+        parts = urlsplit(url)
+        place = (parts.scheme, parts.netloc)
+        connection = self._take(*place)
+        try:
+            made = _Exchange(connection, carrier, self._read_seconds)
+            with carrier.using(connection.sock):
+                target = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
+                made.send(method, target, headers, body)
+                answer = made.receive()
+        except BaseException:
+            connection.close()
+            raise
+        if made.reusable:
+            self._give_back(place, connection)
+        else:
+            connection.close()
+        return answer
+
+    def _take(self, scheme: str, netloc: str) -> http.client.HTTPConnection:
+        with self._lock:
+            idle = self._idle.get((scheme, netloc), [])
+            while idle:
+                since, connection = idle.pop()
+                if time.monotonic() - since < _IDLE_SECONDS and not _readable(connection.sock):
+                    return connection
+                connection.close()
+        if scheme == "https":
+            made: http.client.HTTPConnection = http.client.HTTPSConnection(
+                netloc, timeout=self._connect_seconds, context=self._context()
+            )
+        else:
+            made = http.client.HTTPConnection(netloc, timeout=self._connect_seconds)
+        made.connect()
+        return made
+
+    def _context(self) -> ssl.SSLContext:
+        with self._lock:
+            if self._tls is None:
+                self._tls = self._make_tls()
+            return self._tls
+
+    def _give_back(self, place: tuple[str, str], connection: http.client.HTTPConnection) -> None:
+        with self._lock:
+            idle = self._idle.setdefault(place, [])
+            idle.append((time.monotonic(), connection))
+            if len(idle) > _MOST_IDLE:
+                idle.pop(0)[1].close()
+
+    def close(self) -> None:
+        """Close those that rest."""
+        with self._lock:
+            for idle in self._idle.values():
+                for _, connection in idle:
+                    connection.close()
+            self._idle.clear()
+
+
+class _Exchange:
+    """A request and its answer on one connection."""
+
+    def __init__(self, connection: http.client.HTTPConnection, carrier: Carrier, read_seconds: float) -> None:
+        self._connection, self._carrier, self._read_seconds = connection, carrier, read_seconds
+        self._socket = connection.sock
+        self._deadline = time.monotonic() + carrier.seconds
+        self._sent = False
+        self.reusable = False
+        carrier.filled = False
+
+    def _hurry(self) -> None:
+        """Let the next call on the socket end in time."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._socket.settimeout(min(self._read_seconds, left))
+
+    def send(self, method: str, target: str, headers: Mapping[str, Any], body: Any) -> None:
+        """Send the head and the body; all of it, unless the server answers before that."""
+        self._hurry()
+        self._connection.putrequest(method, target, skip_accept_encoding="accept-encoding" in map(str.lower, headers))
+        for name, value in headers.items():
+            if name.lower() not in _DROPPED:
+                self._connection.putheader(name, value)
+        try:
+            self._connection.endheaders()
+            for chunk in body if isinstance(body, Payload) else (body,) if body else ():
+                if _readable(self._socket):
+                    return
+                self._hurry()
+                self._socket.sendall(chunk)
+            self._sent = True
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it may have said why
+
+    def receive(self) -> Answer:
+        """Read the answer; its body goes into the carrier's buffers if it is what they wait for."""
+        self._hurry()
+        response = self._connection.getresponse()
+        headers = {name.lower(): value for name, value in response.getheaders()}
+        carrier, body = self._carrier, b""
+        if response.status == _PARTIAL and carrier.into and headers.get("content-range", "").startswith(carrier.shown):
+            whole = self._fill(response)
+            carrier.filled = True
+        elif response.status >= _ERRORS or not carrier.into:
+            body = response.read(_MOST_ANSWER)
+            whole = response.isclosed() or response.length == 0
+        else:
+            whole = False  # something else than what was asked for, of any size
+        self.reusable = whole and self._sent and not response.will_close
+        response.close()
+        return Answer(response.status, headers, body)
+
+    def _fill(self, response: http.client.HTTPResponse) -> bool:
+        """Read the body into the buffers; whether that was all of it."""
+        left = response.length
+        read = response.readinto if left is None else response.fp.readinto1
+        for buffer in self._carrier.into:
+            at = 0
+            while at < len(buffer):
+                self._hurry()
+                end = min(len(buffer), at + STEP, len(buffer) if left is None else at + left)
+                got = read(buffer[at:end]) if at < end else 0
+                if not got:
+                    raise EOFError("the body ended too early")
+                at += got
+                left = None if left is None else left - got
+        return left == 0
+
+
+def _readable(sock: socket.socket) -> bool:
+    """Whether there is something to read at once: an answer, or the end of the connection."""
+    watch = select.poll()
+    watch.register(sock, select.POLLIN)
+    return bool(watch.poll(0))
