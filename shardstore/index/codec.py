@@ -8,7 +8,8 @@ from __future__ import annotations
 import binascii
 import hashlib
 import re
-from typing import Annotated, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Annotated, NoReturn, TypeAlias
 
 import msgspec
 
@@ -43,11 +44,19 @@ class RawFile(msgspec.Struct, forbid_unknown_fields=True):
     pieces: list[Count]
 
 
+RawBox: TypeAlias = tuple[list[Count], list[Count]]
+"""Origin and shape."""
+
+RawPart: TypeAlias = tuple[Count, list[int]]
+"""A file, and for each of its pieces the number of its box, or -1 for a whole tensor."""
+
+
 class _Tensors(msgspec.Struct, forbid_unknown_fields=True):
     path: list[str]
     kinds: list[tuple[str, list[Count]]]
     kind: list[Count]
-    parts: list[tuple[Count, Count, list[Count], list[Count]]]
+    boxes: list[RawBox]
+    parts: list[RawPart]
     aliases: list[tuple[Count, Count]]
 
 
@@ -73,15 +82,13 @@ class _Index(msgspec.Struct, forbid_unknown_fields=True):
 def dump(index: Index) -> bytes:
     """The bytes of shardstore.json. Its last member is the sha256 of all bytes before that member."""
     files = list(map(raw_file, index.files))
+    boxes, parts = pack_parts(index.parts, index.files)
     tensors = _Tensors(
         path=index.paths,
         kinds=[(spec.dtype, list(spec.shape)) for spec in index.table],
         kind=index.kinds,
-        parts=[
-            (file, at, list(box.origin), list(box.shape))
-            for file, boxes in sorted(index.parts.items())
-            for at, box in sorted(boxes.items())
-        ],
+        boxes=boxes,
+        parts=parts,
         aliases=sorted(index.aliases.items()),
     )
     raw = _Index(
@@ -95,6 +102,41 @@ def raw_file(file: FileEntry) -> RawFile:
     """As it stands in JSON."""
     blocks = _base64(file.blocks)
     return RawFile(file.root, file.path, file.nbytes, file.digest.hex(), blocks, file.start, file.pieces)
+
+
+def pack_parts(
+    parts: Mapping[int, Mapping[int, Box]], files: Sequence[FileEntry]
+) -> tuple[list[RawBox], list[RawPart]]:
+    """Parts as they stand in JSON: each box once, since a thousand ranks have a million pieces of few shapes."""
+    table: dict[Box, int] = {}
+    known: dict[int, int] = {}  # by id, since a box is hashed slowly
+    rows: list[RawPart] = []
+    for file, boxes in sorted(parts.items()):
+        row = [-1] * len(files[file].pieces)
+        for at, box in boxes.items():
+            number = known.get(id(box))
+            if number is None:
+                number = known[id(box)] = table.setdefault(box, len(table))
+            row[at] = number
+        rows.append((file, row))
+    return [(list(box.origin), list(box.shape)) for box in table], rows
+
+
+def unpack_parts(
+    boxes: Sequence[RawBox], rows: Sequence[RawPart], files: Sequence[FileEntry], where: str
+) -> dict[int, dict[int, Box]]:
+    """The parts again; equal boxes are one object. Raises Damaged for numbers that mean nothing."""
+    table = [Box(tuple(origin), tuple(shape)) for origin, shape in boxes]
+    parts: dict[int, dict[int, Box]] = {}
+    for file, row in rows:
+        if file >= len(files) or file in parts or len(row) != len(files[file].pieces):
+            _bad(where, "parts belong to no file")
+        if row and not (-1 <= min(row) and max(row) < len(table)):
+            _bad(where, f"a part of {files[file].path[:80]!r} has an unknown box")
+        parts[file] = {at: table[number] for at, number in enumerate(row) if number >= 0}
+        if not parts[file]:
+            _bad(where, f"no piece of {files[file].path[:80]!r} is a part")
+    return parts
 
 
 def _sealed(raw: _Index) -> bytes:
@@ -164,17 +206,15 @@ def _index(raw: _Index, where: str) -> Index:
     for dtype, _ in raw.tensors.kinds:
         if dtype not in DTYPES:
             _unsupported(where, f"the dtype {dtype[:40]!r}")
-    parts: dict[int, dict[int, Box]] = {}
-    for file, at, origin, shape in raw.tensors.parts:
-        parts.setdefault(file, {})[at] = Box(tuple(origin), tuple(shape))
+    files = [file_entry(file, raw.hash, where) for file in raw.files]
     return Index(
         attempt=raw.attempt, time=raw.time, hash=raw.hash, meta=raw.meta, run=raw.run, step=raw.step, seq=raw.seq,
         parent=raw.parent, owner=raw.owner, versions=raw.versions, world=raw.world, roots=raw.roots,
-        files=[file_entry(file, raw.hash, where) for file in raw.files],
+        files=files,
         paths=raw.tensors.path,
         table=[TensorSpec(dtype, tuple(shape)) for dtype, shape in raw.tensors.kinds],
         kinds=raw.tensors.kind,
-        parts=parts,
+        parts=unpack_parts(raw.tensors.boxes, raw.tensors.parts, files, where),
         aliases=dict(raw.tensors.aliases),
     )  # fmt: skip
 

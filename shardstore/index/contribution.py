@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from shardstore.errors import Damaged
-from shardstore.index.codec import RawFile, file_entry, raw_file
+from shardstore.index.codec import RawBox, RawFile, RawPart, file_entry, pack_parts, raw_file, unpack_parts
 from shardstore.index.model import FileEntry
 from shardstore.specs import Box, TensorSpec
 
@@ -30,20 +30,17 @@ class Contribution:
 
 class _Raw(msgspec.Struct, forbid_unknown_fields=True):
     files: list[RawFile]
-    parts: list[tuple[int, int, list[int], list[int]]]
+    boxes: list[RawBox]
+    parts: list[RawPart]
     nodes: dict[str, Any]
     own: list[tuple[str, str, list[int]]]
 
 
 def dump_contribution(given: Contribution) -> bytes:
     """As bytes."""
-    parts = [
-        (file, at, list(box.origin), list(box.shape))
-        for file, boxes in given.parts.items()
-        for at, box in boxes.items()
-    ]
+    boxes, parts = pack_parts(given.parts, given.files)
     own = [(path, spec.dtype, list(spec.shape)) for path, spec in given.own]
-    return msgspec.json.encode(_Raw(list(map(raw_file, given.files)), parts, given.nodes, own))
+    return msgspec.json.encode(_Raw(list(map(raw_file, given.files)), boxes, parts, given.nodes, own))
 
 
 def parse_contribution(data: bytes, algorithm: str, rank: int) -> Contribution:
@@ -53,8 +50,6 @@ def parse_contribution(data: bytes, algorithm: str, rank: int) -> Contribution:
         raw = msgspec.json.decode(data, type=_Raw)
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
         raise Damaged(f"{where} is not understood: {error}") from None
-    parts: dict[int, dict[int, Box]] = {}
-    for file, at, origin, shape in raw.parts:
-        parts.setdefault(file, {})[at] = Box(tuple(origin), tuple(shape))
     own = [(path, TensorSpec(dtype, tuple(shape))) for path, dtype, shape in raw.own]
-    return Contribution([file_entry(file, algorithm, where) for file in raw.files], parts, raw.nodes, own)
+    files = [file_entry(file, algorithm, where) for file in raw.files]
+    return Contribution(files, unpack_parts(raw.boxes, raw.parts, files, where), raw.nodes, own)

@@ -106,8 +106,12 @@ class Index:
         """Bytes of every piece of a file, in order."""
         pieces = self.files[file].pieces
         sizes = list(map(self.sizes.__getitem__, pieces))
-        for position, box in self.parts.get(file, {}).items():
-            sizes[position] = box.volume * DTYPES[self.specs[pieces[position]].dtype].itemsize
+        if file in self.parts:
+            widths = [DTYPES[spec.dtype].itemsize for spec in self.table]
+            volumes: dict[int, int] = {}
+            for position, box in self.parts[file].items():
+                volume = volumes.get(id(box)) or volumes.setdefault(id(box), box.volume)
+                sizes[position] = volume * widths[self.kinds[pieces[position]]]
         return sizes
 
     @functools.cached_property

@@ -135,9 +135,9 @@ def _into(source: Source, binding: tree.Binding) -> Any:
     if aliases:
         fills = [item._replace(number=aliases.get(item.number, item.number)) for item in fills]
     wanted = {aliases.get(number, number) for number in binding.fresh}
-    filled = {item.number for item in fills}
-    parts = sum(item.tensor.nbytes for item in fills if item.box)
-    whole = filled.difference(item.number for item in fills if item.box)
+    split = [item for item in fills if item[2] is not None]
+    parts = sum(item.tensor.nbytes for item in split)
+    whole = {number for number, _, _ in fills}.difference(item.number for item in split)
     source.reporter.started(parts + sum(map(sizes.__getitem__, wanted | whole)), len(source.index.files))
     if source.index.world == 1:
         source.check_present(range(len(source.index.files)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -14,7 +15,8 @@ from shardstore.plan import FileRead, Want, plan_reads
 from shardstore.specs import Box
 from shardstore.tree import Fill
 
-Key: TypeAlias = tuple[int, Box | None]
+Key: TypeAlias = int | tuple[int, Box]
+"""What of the checkpoint a tensor is to hold: a whole tensor, by number, or a part of one."""
 
 
 def fill(source: Source, fills: Sequence[Fill]) -> None:
@@ -25,34 +27,48 @@ def fill(source: Source, fills: Sequence[Fill]) -> None:
     first: dict[Key, torch.Tensor] = {}
     again: list[tuple[Key, torch.Tensor]] = []
     for number, tensor, box in fills:
-        key = number, box
+        key = number if box is None else (number, box)
         if key in first:
             again.append((key, tensor))
         else:
             first[key] = tensor
     straight = {key: tensor for key, tensor in first.items() if fillable(tensor)}
-    wants = [Want(number, tensor.data_ptr(), box) for (number, box), tensor in straight.items()]
-    reads = plan_reads(source.index, wants)
+    reads = plan_reads(source.index, _wants(straight))
     source.check_present(read.file for read in reads)
-    touched: list[str] = []
+    touched: list[Key] = []
     try:
         source.read(reads)
-        touched += [source.index.paths[number] for number, _ in straight]
+        touched += straight
         for key, tensor in first.items():
             if key not in straight:
-                touched.append(source.index.paths[key[0]])
+                touched.append(key)
                 _through_windows(source, key, tensor)
     except Damaged as error:
-        error.overwritten = tuple(touched) or tuple(_reached(source, reads, error))
+        paths = source.index.paths
+        error.overwritten = tuple(paths[_number(key)] for key in touched) or tuple(_reached(source, reads, error))
         raise
     with torch.no_grad():
         for key, tensor in again:
             tensor.copy_(first[key])
 
 
+def _number(key: Key) -> int:
+    return key if isinstance(key, int) else key[0]
+
+
+def _wants(straight: Mapping[Key, torch.Tensor]) -> list[Want]:
+    return [
+        _make_want((key, tensor.data_ptr(), None) if isinstance(key, int) else (key[0], tensor.data_ptr(), key[1]))
+        for key, tensor in straight.items()
+    ]
+
+
+_make_want = cast("Any", partial(tuple.__new__, Want))  # as Want(...), without a Python frame for each of 100,000
+
+
 def _through_windows(source: Source, key: Key, tensor: torch.Tensor) -> None:
     """Fill a tensor that bytes can't be read into, a few windows at a time."""
-    number, box = key
+    number, box = (key, None) if isinstance(key, int) else key
     for wave in _waves(windows(number, tensor, box)):
         _deliver(source, wave)
 

@@ -180,13 +180,13 @@ class _Writing:
         return data
 
     def _undo(self, error: BaseException, lead: Lead) -> None:
-        lost = isinstance(error, PeerError) and not error.settled
-        if self._sent and lost:
+        peers = isinstance(error, PeerError)
+        if self._sent and getattr(error, "lost", False):
             raise CommitUnknown(
                 f"{self._given[0].url}: whether the checkpoint was committed is unknown, since rank 0 can't be heard "
                 f"any more ({error}); no file was removed"
             ) from error
-        if self._attempt is None or (self._sent and not isinstance(error, PeerError)):
+        if self._attempt is None or (self._sent and not (peers and getattr(error, "settled", False))):
             return
         stores = self._stores
         gone = remove((stores[file.root], file.key) for file in self._attempt.files)

@@ -735,6 +735,12 @@ def test_Z14_minus_zero_is_zero_or_refused(place: Path):
         assert_same(shardstore.load(place), STATE)
 
 
+def _part(tensors: dict[str, Any], file: int, row: list[int], origin: list[int], shape: list[int]) -> None:
+    """Say that pieces of a file are parts, by the numbers of their boxes."""
+    tensors["boxes"].append([origin, shape])
+    tensors["parts"].append([file, row])
+
+
 TENSORS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "negative shape": lambda t: t["kinds"][0].__setitem__(1, [-1]),
     "float shape": lambda t: t["kinds"][0].__setitem__(1, [1000.0]),
@@ -758,13 +764,17 @@ TENSORS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "alias of a stored one": lambda t: t["aliases"].append([1, 0]),
     "alias chain": lambda t: t["aliases"].extend([[0, 1], [1, 2]]),
     "alias of three": lambda t: t["aliases"].append([0, 1, 2]),
-    "part out of range": lambda t: t["parts"].append([0, 99, [0], [1000]]),
-    "part of no file": lambda t: t["parts"].append([99, 0, [0], [1000]]),
-    "part of the meta": lambda t: t["parts"].append([3, 0, [0], [1]]),
-    "part beyond the tensor": lambda t: t["parts"].append([0, 0, [1], [1000]]),
-    "part that leaves a hole": lambda t: t["parts"].append([0, 0, [0], [1]]),
-    "part of two dimensions": lambda t: t["parts"].append([0, 0, [0, 0], [1, 1000]]),
-    "part with a negative origin": lambda t: t["parts"].append([0, 0, [-1], [1000]]),
+    "part out of range": lambda t: _part(t, 0, [0, 0], [0], [1000]),
+    "part of no file": lambda t: _part(t, 99, [0], [0], [1000]),
+    "part of the meta": lambda t: _part(t, 3, [0], [0], [1]),
+    "part beyond the tensor": lambda t: _part(t, 0, [0], [1], [1000]),
+    "part that leaves a hole": lambda t: _part(t, 0, [0], [0], [1]),
+    "part of two dimensions": lambda t: _part(t, 0, [0], [0, 0], [1, 1000]),
+    "part with a negative origin": lambda t: _part(t, 0, [0], [-1], [1000]),
+    "part with an unknown box": lambda t: _part(t, 0, [1], [0], [1000]),
+    "part with a negative box": lambda t: _part(t, 0, [-2], [0], [1000]),
+    "no part in a row": lambda t: _part(t, 0, [-1], [0], [1000]),
+    "two rows of a file": lambda t: [_part(t, 0, [0], [0], [1000]), _part(t, 0, [0], [0], [1000])],
     "unknown member": lambda t: t.update(extra=[]),
     "member gone": lambda t: t.pop("aliases"),
     "columns are objects": lambda t: t.update(path={}),
@@ -787,7 +797,9 @@ FILES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "file gone": lambda d: d["files"].pop(0),
     "file twice": lambda d: d["files"].append(d["files"][0]),
     "no files": lambda d: d.update(files=[]),
-    "no tensors": lambda d: d.update(tensors={"path": [], "kinds": [], "kind": [], "parts": [], "aliases": []}),
+    "no tensors": lambda d: d.update(
+        tensors={"path": [], "kinds": [], "kind": [], "boxes": [], "parts": [], "aliases": []}
+    ),
     "meta is a shard": lambda d: d.update(meta=0),
     "meta out of range": lambda d: d.update(meta=99),
     "root out of range": lambda d: d["files"][0].update(root=1),

@@ -62,7 +62,7 @@ edits = {
     "alias": lambda d: d["tensors"]["aliases"].append([0, 0]), "schema": lambda d: d.update(schema="shardstore/9"),
     "hash": lambda d: d.update(hash="md5"), "bytes": lambda d: d["files"][0].update(bytes=1),
     "step": lambda d: d.update(step=-1), "extra": lambda d: d.update(extra=1), "meta": lambda d: d.update(meta=0),
-    "part": lambda d: d["tensors"]["parts"].append([0, 0, [0], [1]]), "start": lambda d: d["files"][0].update(start=64),
+    "part": lambda d: d["tensors"]["parts"].append([0, [0]]), "start": lambda d: d["files"][0].update(start=64),
     "shape": lambda d: d["tensors"]["kinds"][0].__setitem__(1, [10**6]),
     "pieces": lambda d: d["files"][0].update(pieces=[]),
 }
