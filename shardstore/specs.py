@@ -189,9 +189,3 @@ def _overlap(boxes: list[Box]) -> bool:
             return True
         live.append(box)
     return False
-
-
-def covered(wanted: Box, boxes: Sequence[Box]) -> bool:
-    """Whether disjoint `boxes` leave no hole in `wanted`."""
-    shared = (wanted.intersect(box) for box in boxes)
-    return sum(box.volume for box in shared if box) == wanted.volume

@@ -82,6 +82,11 @@ class Index:
         return list(map(self.table.__getitem__, self.kinds))
 
     @functools.cached_property
+    def whole(self) -> list[Box]:
+        """The box of a whole tensor, by kind."""
+        return [Box.whole(spec.shape) for spec in self.table]
+
+    @functools.cached_property
     def sizes(self) -> list[int]:
         """Bytes of every whole tensor, by number."""
         return list(map([spec.nbytes for spec in self.table].__getitem__, self.kinds))
@@ -118,12 +123,11 @@ class Index:
     def located(self) -> dict[int, list[Piece]]:
         """All pieces of every stored tensor, by its number. For a few tensors of a large index use `extents`."""
         found: dict[int, list[Piece]] = {}
-        whole = [Box.whole(spec.shape) for spec in self.table]
         for file in range(len(self.files)):
             parts = self.parts.get(file)
             for position, (tensor, offset, _) in enumerate(self.extents(file)):
                 box = parts.get(position) if parts else None
-                piece = Piece(file, offset, box or whole[self.kinds[tensor]])
+                piece = Piece(file, offset, box or self.whole[self.kinds[tensor]])
                 found.setdefault(tensor, []).append(piece)
         return found
 

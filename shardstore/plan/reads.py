@@ -5,13 +5,13 @@ A segment is `(offset in the file, address in memory, bytes)`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from shardstore.errors import Damaged
 from shardstore.index import Index
-from shardstore.specs import DTYPES, Box, covered
+from shardstore.specs import DTYPES, Box
 
 Segment: TypeAlias = tuple[int, int, int]
 
@@ -59,8 +59,8 @@ def plan_reads(index: Index, wants: Iterable[Want]) -> list[FileRead]:
                 address = whole.get(tensor)
                 if address is not None and size:
                     read.segments.append((offset, address, size))
-    for want in boxed:
-        _add_pieces(index, want, reads)
+    if boxed:
+        _add_boxed(index, boxed, reads)
     for read in reads if boxed else ():
         read.segments.sort()
     return [read for read in reads if read.segments]
@@ -79,18 +79,70 @@ def _sort_out(index: Index, wants: Iterable[Want]) -> tuple[dict[int, int], list
     return whole, boxed
 
 
-def _add_pieces(index: Index, want: Want, reads: Sequence[FileRead]) -> None:
-    spec = index.specs[want.tensor]
-    wanted = want.box or Box.whole(spec.shape)
-    pieces = index.located.get(want.tensor, [])
-    if not wanted.inside(spec.shape) or not covered(wanted, [piece.box for piece in pieces]):
-        path = index.paths[want.tensor]
-        raise Damaged(f"the index has no bytes for all of {path!r}", tensors=(path,))
-    itemsize = DTYPES[spec.dtype].itemsize
-    for piece in pieces:
-        shared = wanted.intersect(piece.box)
-        if shared:
-            reads[piece.file].segments += [
-                (piece.offset + run.src, want.address + run.dst, run.nbytes)
-                for run in shared.runs(piece.box, wanted, itemsize)
-            ]
+class _Hit(NamedTuple):
+    """What a piece shares with a want. `at`: the place of the piece in its file; `held`: its box."""
+
+    at: int
+    want: int
+    held: Box
+    shared: Box
+
+
+def _add_boxed(index: Index, wants: Sequence[Want], reads: Sequence[FileRead]) -> None:
+    """Add what pieces share with the boxes that are wanted."""
+    boxes = _boxes(index, wants)
+    of_tensor: dict[int, list[int]] = {}
+    for number, want in enumerate(wants):
+        of_tensor.setdefault(want.tensor, []).append(number)
+    left = [box.volume for box in boxes]
+    overlaps: dict[tuple[int, int], Box | None] = {}
+    for read in reads:
+        hits = list(_hits(index, read.file, of_tensor, boxes, overlaps))
+        offsets = [offset for _, offset, _ in index.extents(read.file)] if hits else []
+        for hit in hits:
+            left[hit.want] -= hit.shared.volume
+            read.segments += _segments(index, wants[hit.want], boxes[hit.want], hit, offsets[hit.at])
+    for want, missing in zip(wants, left, strict=True):
+        if missing:
+            path = index.paths[want.tensor]
+            raise Damaged(f"the index has no bytes for all of {path!r}", tensors=(path,))
+
+
+def _boxes(index: Index, wants: Sequence[Want]) -> list[Box]:
+    """The box of each want; equal ones are one object. Raises Damaged for one that leaves its tensor."""
+    known: dict[Box, Box] = {}
+    boxes = []
+    for want in wants:
+        shape, path = index.specs[want.tensor].shape, index.paths[want.tensor]
+        box = want.box or Box.whole(shape)
+        if not box.inside(shape):
+            raise Damaged(f"the index has no bytes for all of {path!r}", tensors=(path,))
+        boxes.append(known.setdefault(box, box))
+    return boxes
+
+
+def _hits(
+    index: Index, file: int, of_tensor: Mapping[int, Sequence[int]], boxes: Sequence[Box],
+    overlaps: dict[tuple[int, int], Box | None],
+) -> Iterator[_Hit]:  # fmt: skip
+    """The pieces of a file that share something with a want.
+
+    A thousand ranks have a million pieces, cut into few boxes: `overlaps` keeps what two boxes share, by their ids.
+    """
+    parts = index.parts.get(file, {})
+    for at, tensor in enumerate(index.files[file].pieces):
+        for want in of_tensor.get(tensor, ()):
+            held = parts.get(at) or index.whole[index.kinds[tensor]]
+            pair = id(held), id(boxes[want])
+            if pair not in overlaps:
+                overlaps[pair] = held.intersect(boxes[want])
+            shared = overlaps[pair]
+            if shared:
+                yield _Hit(at, want, held, shared)
+
+
+def _segments(index: Index, want: Want, wanted: Box, hit: _Hit, offset: int) -> list[Segment]:
+    itemsize = DTYPES[index.specs[want.tensor].dtype].itemsize
+    return [
+        (offset + run.src, want.address + run.dst, run.nbytes) for run in hit.shared.runs(hit.held, wanted, itemsize)
+    ]
