@@ -3,13 +3,17 @@
 A star, since gloo then tells rank 0 at once which rank died, and the others can still be told; in its collectives a
 rank waits for neighbours that wait themselves. Where a rank stands is also noted in the store of the process group, so
 that a time-out can name those who did not come.
+
+The group is made from gloo itself: the names that `new_group` finds depend on how many other groups a process has,
+and so must not be left to ranks that have failed at different times or belong to different groups.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from shardstore.errors import InvalidArgument, PeerError, ShardstoreError, brief
-from shardstore.ranks.messages import LOST, OK, OURS, THEIRS, pack, unpack
+from shardstore.ranks.messages import LOST, OK, OURS, OVER, THEIRS, pack, text_of, unpack
 from shardstore.ranks.port import Alone, Answer, Ranks, Work
 
 TIMEOUT = "SHARDSTORE_TIMEOUT_SECONDS"
@@ -27,6 +31,9 @@ TIMEOUT = "SHARDSTORE_TIMEOUT_SECONDS"
 _DEFAULT_SECONDS = 1800.0
 _SHOWN = 16
 _GRACE_SECONDS = 60.0  # longer than rank 0 waits, so that its answer says who is missing
+_PATIENCE_SECONDS = 5.0  # for what rank 0 leaves in the store when it gives up
+
+_Message = tuple[int, bytes]
 
 
 def seconds() -> float:
@@ -60,37 +67,39 @@ def distributed(group: Any, purpose: str) -> Ranks:
 
 @dataclass
 class _Line:
-    """The group over which one purpose of one process group talks."""
+    """The group over which one purpose of one process group talks. `world`: kept, so that its id stays its own."""
 
+    world: Any
     tag: str
     group: Any
     calls: int = 0
 
 
 _lines: dict[tuple[int, str], _Line] = {}
-_built: dict[str, int] = {}  # how many lines each tag has had
+_turns: dict[str, int] = {}  # by name: the last line that this rank has made, or tried to
 
 
 class Star:
-    """Several ranks; rank 0 in the middle."""
+    """Several ranks in one call; rank 0 in the middle."""
 
     def __init__(self, world: Any, rank: int, size: int, purpose: str) -> None:
         self.rank = rank
         self.size = size
         self._world = world
         self._purpose = purpose
+        self._mine: _Line | None = None
 
     def members(self) -> Sequence[int]:
         """The global number of every rank of the group."""
         return list(dist.get_process_group_ranks(self._world))
 
-    def prepare(self) -> None:
-        """Make the group, which waits for all ranks at the first time."""
-        self._line("start")
+    def prepare(self) -> Any:
+        """Make the group, which waits for all ranks at the first time; returns gloo's (a Backend of torch's)."""
+        return self._line("start").group
 
     def share(self, phase: str, work: Work, answer: Answer) -> bytes:
         """See `Ranks`."""
-        mine: tuple[int, bytes] = (OK, b"")
+        mine: _Message = (OK, b"")
         error: BaseException | None = None
         try:
             mine = (OK, work())
@@ -112,48 +121,75 @@ class Star:
             raise unpack(body, phase, theirs=status == THEIRS)
         return body
 
-    def _tell(self, phase: str, mine: tuple[int, bytes], answer: Answer) -> tuple[int, bytes]:
+    def _tell(self, phase: str, mine: _Message, answer: Answer) -> _Message:
         line = self._line(phase)
         line.calls += 1
-        self._note(line.tag, f"{line.calls} {phase}")
-        if self.rank == 0:
-            return self._middle(line, phase, mine, answer)
+        self._note(line.tag, line.calls)
         try:
-            _send(line.group, self._peer(0), mine)
-            return _receive(line.group, self._peer(0), seconds() + _GRACE_SECONDS)
-        except RuntimeError as error:
-            raise self._lost(line, phase, [0], error) from error
+            told = self._middle(line, phase, mine, answer) if self.rank == 0 else self._end(line, phase, mine)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._forget()  # an interrupted talk would be taken up in its middle
+            raise
+        if told[0] == OVER:
+            self._forget()
+        return told
 
-    def _middle(self, line: _Line, phase: str, mine: tuple[int, bytes], answer: Answer) -> tuple[int, bytes]:
+    def _end(self, line: _Line, phase: str, mine: _Message) -> _Message:
+        """Other ranks: tell rank 0, and hear its answer."""
+        began, limit, sent = time.monotonic(), seconds(), False
+        try:
+            _send(line, 0, mine)
+            sent = True
+            limit += _GRACE_SECONDS
+            return _expect(line, 0, limit)()
+        except RuntimeError as error:
+            self._forget()
+            raise self._cut_off(line, phase, error, sent=sent, late=time.monotonic() - began >= limit) from error
+
+    def _cut_off(self, line: _Line, phase: str, error: Exception, *, sent: bool, late: bool) -> PeerError:
+        """The error for a rank that can't hear rank 0 any more. `sent`: rank 0 may have gone on with our result."""
+        said = self._given_up(line.tag, _PATIENCE_SECONDS)
+        if said is None:
+            absent = self._absent(line.tag, line.calls) if late else []
+            why = str(error).split("] ", 1)[-1].partition(". This is")[0][:160]
+            gone = self._error(phase, [0], f"can't be heard any more ({why})")
+            said = self._late(phase, absent) if absent else gone
+            self._give_up(line.tag, said)
+        said.lost = sent and not said.settled
+        return said
+
+    # ------------------------------------------------------------------------------------- rank 0
+
+    def _middle(self, line: _Line, phase: str, mine: _Message, answer: Answer) -> _Message:
         """Rank 0: hear everybody, answer everybody who is still there."""
-        results, heard, gone = [mine], [0], {}
-        heads = [(rank, *_expect(line.group, self._peer(rank))) for rank in range(1, self.size)]
-        for rank, head, wait in heads:
+        began, limit = time.monotonic(), seconds()
+        results, heard, gone = [mine], [0], []
+        coming = [(rank, _expect(line, rank, limit)) for rank in range(1, self.size)]
+        for rank, hear in coming:
             try:
-                wait.wait(timedelta(seconds=seconds()))
-                results.append(_body(line.group, self._peer(rank), head))
+                results.append(hear())
                 heard.append(rank)
-            except RuntimeError as error:
-                gone[rank] = error
-        bad = [(rank, body) for rank, (status, body) in zip(heard, results, strict=True) if status != OK]
-        outcome, raised = self._outcome(line, phase, results, bad, gone, answer)
+            except RuntimeError:
+                gone.append(rank)
+        if gone:
+            left = self._left(line, phase, gone, late=time.monotonic() - began >= limit)
+            raised: BaseException | None = left
+            outcome = OVER, pack(left)
+        else:
+            outcome, raised = self._outcome(phase, results, answer)
         for rank in heard[1:]:
             with contextlib.suppress(RuntimeError):  # who has gone meanwhile needs no answer
-                _send(line.group, self._peer(rank), outcome)
-        if gone:
-            self._forget()
+                _send(line, rank, outcome)
         if raised is not None:
             raise raised
         return outcome
 
     def _outcome(
-        self, line: _Line, phase: str, results: list[tuple[int, bytes]], bad: list[tuple[int, bytes]],
-        gone: dict[int, RuntimeError], answer: Answer,
-    ) -> tuple[tuple[int, bytes], BaseException | None]:  # fmt: skip
+        self, phase: str, results: Sequence[_Message], answer: Answer
+    ) -> tuple[_Message, BaseException | None]:  # fmt: skip
         """The message to all, and what rank 0 itself raises."""
-        if gone:
-            lost = self._lost(line, phase, sorted(gone), next(iter(gone.values())))
-            return (OURS, pack(lost)), lost
+        bad = [(rank, body) for rank, (status, body) in enumerate(results) if status != OK]
         if bad:
             error = _peers_failed(phase, bad)
             return (OURS, pack(error)), error
@@ -162,105 +198,169 @@ class Star:
         except BaseException as raised:  # noqa: BLE001 - raised again when the others have been told
             return (THEIRS, pack(raised)), raised
 
+    def _left(self, line: _Line, phase: str, gone: list[int], *, late: bool) -> PeerError:
+        """Give up, since ranks are gone. After a time-out gloo closes all: only the notes tell who was there."""
+        self._forget()
+        absent = sorted(set(gone).intersection(self._absent(line.tag, line.calls)))
+        if absent and late:
+            error = self._late(phase, absent)
+        else:
+            error = self._error(phase, absent or gone, "ended before it" if absent else "can't be heard any more")
+        error.settled = True
+        self._give_up(line.tag, error)
+        return error
+
     # ------------------------------------------------------------------------------------- the group
 
     def _line(self, phase: str) -> _Line:
-        key = id(self._world), self._purpose
-        found = _lines.get(key)
-        if found is None:
-            members = self.members()
-            name = f"shardstore/{self._purpose}/{'-'.join(map(str, (members[0], members[-1], len(members))))}"
-            name = f"{name}/{hash(tuple(members)) & 0xFFFFFFFF:x}"
-            turn = _built[name] = _built.get(name, 0) + 1
-            tag = f"{name}/{turn}"
-            self._assemble(tag, phase)
-            limit = timedelta(seconds=seconds())
-            group = dist.new_group(list(members), timeout=limit, backend="gloo", use_local_synchronization=True)
-            found = _lines[key] = _Line(tag, group)
-        return found
+        """The line of this call. One that a rank has given up on is left for a new one when a call begins."""
+        if self._mine is None:
+            found = _lines.get(self._key)
+            if found is not None and self._given_up(found.tag) is not None:
+                found = None
+            self._mine = _lines[self._key] = found or self._assemble(phase)
+        return self._mine
 
-    def _assemble(self, tag: str, phase: str) -> None:
-        """Wait in the store until every rank is here, since the making of a group can't say who is missing."""
-        self._note(tag, f"0 {phase}")
-        store = _store()
+    @property
+    def _key(self) -> tuple[int, str]:
+        return id(self._world), self._purpose
+
+    def _assemble(self, phase: str) -> _Line:
+        """Make a line. Waits in the store until every rank is here, since gloo can't say who is missing."""
+        limit, tag = timedelta(seconds=seconds()), self._tag(phase)
+        self._note(tag, 0)
         try:
-            store.wait([f"{tag}/{rank}" for rank in range(self.size)], timedelta(seconds=seconds()))
-        except (RuntimeError, dist.DistError) as error:
-            absent = [rank for rank in range(self.size) if not store.check([f"{tag}/{rank}"])]
-            raise self._missing(phase, absent, "has not come to it") from error
+            store = _store()
+            store.set(f"{tag}/begun", "")
+            store.wait([f"{tag}/{rank}" for rank in range(self.size)], limit)
+            group = dist.ProcessGroupGloo(_prefixed(store, f"{tag}/gloo"), self.rank, self.size, limit)
+        except RuntimeError as error:
+            absent = self._absent(tag, 0)
+            others = [rank for rank in range(self.size) if rank != self.rank]
+            late = self._late(phase, absent) if absent else self._error(phase, others, "can't be reached")
+            self._give_up(tag, late)
+            raise late from error
+        return _Line(self._world, tag, group)
+
+    def _tag(self, phase: str) -> str:
+        """The name of the next line. Who comes to one that was given up is late, or has left a call out.
+
+        In the latter case the others are at the next one.
+        """
+        members = self.members()
+        name = f"shardstore/{self._purpose}/{members[0]}-{members[-1]}-{len(members)}-{hash(tuple(members)):x}"
+        first = turn = _turns.get(name, 0) + 1
+        late: PeerError | None = None
+        while (said := self._given_up(f"{name}/{turn}")) is not None:
+            turn, late = turn + 1, said
+        if turn != first:
+            _turns[name] = turn - 1
+            try:
+                _store().wait([f"{name}/{turn}/begun"], timedelta(seconds=min(_PATIENCE_SECONDS, seconds())))
+            except RuntimeError:
+                raise self._error(phase, [self.rank], f"comes too late: {late}") from None
+        _turns[name] = turn
+        return f"{name}/{turn}"
 
     def _forget(self) -> None:
         """Talk over a new group from now on: after a time-out gloo has closed this one."""
-        _lines.pop((id(self._world), self._purpose), None)
+        self._mine = None
+        _lines.pop(self._key, None)
 
-    def _missing(self, phase: str, ranks: list[int], what: str, *, settled: bool = True) -> PeerError:
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:_SHOWN]))}"
-        more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-        return PeerError(
-            f"{self._purpose}, phase {phase!r}: {who}{more} {what}, waited for {seconds():g} s at most; every rank of "
-            f"the group must make the same calls ({TIMEOUT} sets the seconds)",
-            ranks=tuple(ranks), phase=phase, settled=settled,
-        )  # fmt: skip
+    # ------------------------------------------------------------------------------------- the store
 
-    def _peer(self, rank: int) -> int:
-        return dist.get_global_rank(self._world, rank)
-
-    def _note(self, tag: str, where: str) -> None:
+    def _note(self, tag: str, calls: int) -> None:
+        """Note where this rank stands: how many times it has talked over a line."""
         with contextlib.suppress(RuntimeError):  # only for messages; the process that holds the store may be gone
-            _store().set(f"{tag}/{self.rank}", where)
+            _store().set(f"{tag}/{self.rank}", str(calls))
 
-    def _lost(self, line: _Line, phase: str, silent: list[int], error: Exception) -> PeerError:
-        """The error for ranks that can't be heard any more: those who have not come this far are to blame."""
-        self._forget()
+    def _absent(self, tag: str, calls: int) -> list[int]:
+        """The ranks that do not stand so far yet."""
         absent = []
         with contextlib.suppress(RuntimeError):
             store = _store()
             for rank in range(self.size):
-                at = store.get(f"{line.tag}/{rank}") if store.check([f"{line.tag}/{rank}"]) else b"0"
-                if int(at.split()[0]) < line.calls:
+                key = f"{tag}/{rank}"
+                if not store.check([key]) or int(store.get(key)) < calls:
                     absent.append(rank)
-        if absent:  # so rank 0 can't have answered
-            return self._missing(phase, absent, "has not come to it")
-        why = str(error).split("] ", 1)[-1][:160]
-        return self._missing(phase, silent, f"can't be heard any more ({why})", settled=self.rank == 0)
+        return absent
+
+    def _give_up(self, tag: str, error: PeerError) -> None:
+        """Let nobody wait at this line any more. What rank 0 says counts."""
+        with contextlib.suppress(RuntimeError):
+            if self.rank == 0 or not _store().check([f"{tag}/over"]):
+                _store().set(f"{tag}/over", pack(error))
+
+    def _given_up(self, tag: str, patience: float = 0) -> PeerError | None:
+        """What was said when a line was given up."""
+        key = f"{tag}/over"
+        with contextlib.suppress(RuntimeError):
+            store = _store()
+            if patience:
+                store.wait([key], timedelta(seconds=min(patience, seconds())))
+            if patience or store.check([key]):
+                said = unpack(store.get(key), "", theirs=False)
+                return said if isinstance(said, PeerError) else None
+        return None
+
+    def _late(self, phase: str, ranks: Sequence[int]) -> PeerError:
+        return self._error(
+            phase, ranks, f"did not come to it within {seconds():g} s; every rank of the group must make the same "
+            f"calls ({TIMEOUT} sets the time)",
+        )  # fmt: skip
+
+    def _error(self, phase: str, ranks: Sequence[int], what: str) -> PeerError:
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:_SHOWN]))}"
+        more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+        text = f"{self._purpose}, phase {phase!r}: {who}{more} {what}"
+        return PeerError(text, ranks=tuple(ranks), phase=phase)
 
 
 def _store() -> Any:
     return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - the only way to the store of the process group
 
 
+def _prefixed(store: Any, prefix: str) -> Any:
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+
 def _peers_failed(phase: str, bad: Sequence[tuple[int, bytes]]) -> PeerError:
     rank, body = bad[0]
     more = f" (and {len(bad) - 1} more ranks failed)" if len(bad) > 1 else ""
-    cause = unpack(body, phase, theirs=True)
     return PeerError(
-        f"rank {rank} failed in the phase {phase!r}: {cause}{more}",
+        f"rank {rank} failed in the phase {phase!r}: {text_of(body)}{more}",
         ranks=tuple(rank for rank, _ in bad), phase=phase, settled=True,
     )  # fmt: skip
 
 
-def _send(group: Any, to: int, message: tuple[int, bytes]) -> None:
+def _send(line: _Line, to: int, message: _Message) -> None:
     status, body = message
-    dist.isend(torch.tensor([status, len(body)], dtype=torch.int64, device="cpu"), dst=to, group=group).wait()  # type: ignore[union-attr]
+    line.group.send([torch.tensor([status, len(body), line.calls], dtype=torch.int64, device="cpu")], to, 0).wait()
     if body:
-        data = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-        dist.isend(data, dst=to, group=group).wait()  # type: ignore[union-attr]
+        line.group.send([torch.frombuffer(bytearray(body), dtype=torch.uint8)], to, 0).wait()
 
 
-def _expect(group: Any, source: int) -> tuple[torch.Tensor, Any]:
-    head = torch.zeros(2, dtype=torch.int64, device="cpu")
-    return head, dist.irecv(head, src=source, group=group)
+def _expect(line: _Line, source: int, limit: float) -> Callable[[], _Message]:
+    """Begin to listen; what is returned waits for the message. Both raise RuntimeError, the latter for both."""
+    head = torch.zeros(3, dtype=torch.int64, device="cpu")
+    try:
+        coming = line.group.recv([head], source, 0)
+    except RuntimeError as error:
+        failure = error  # Python forgets `error` at the end of this block
 
+        def fail() -> _Message:
+            raise failure
 
-def _receive(group: Any, source: int, limit: float) -> tuple[int, bytes]:
-    head, wait = _expect(group, source)
-    wait.wait(timedelta(seconds=limit))
-    return _body(group, source, head)
+        return fail
 
+    def hear() -> _Message:
+        coming.wait(timedelta(seconds=limit))
+        status, nbytes, calls = head.tolist()
+        if calls != line.calls:
+            raise RuntimeError(f"rank {source} is at another call")
+        body = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        if nbytes:
+            line.group.recv([body], source, 0).wait()
+        return status, body.numpy().tobytes()
 
-def _body(group: Any, source: int, head: torch.Tensor) -> tuple[int, bytes]:
-    status, nbytes = head.tolist()
-    data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    if nbytes:
-        dist.irecv(data, src=source, group=group).wait()  # type: ignore[union-attr]
-    return status, data.numpy().tobytes()
+    return hear

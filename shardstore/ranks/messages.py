@@ -7,8 +7,9 @@ import json
 from shardstore import errors
 from shardstore.errors import PeerError, ShardstoreError, brief
 
-OK, LOST, OURS, THEIRS = range(4)
-"""A result; the error of one rank; an error that the group has made of it; what rank 0 could not answer."""
+OK, LOST, OURS, THEIRS, OVER = range(5)
+"""A result; the error of one rank; an error that the group has made of it; what rank 0 could not answer; a rank is
+gone, and with it the line."""
 
 _LIMIT = 4000
 
@@ -21,6 +22,14 @@ def pack(error: BaseException) -> bytes:
     details = {"ranks": list(getattr(error, "ranks", ())), "phase": getattr(error, "phase", "")}
     details["settled"] = bool(getattr(error, "settled", False))
     return json.dumps({"kind": ours, "text": text[:_LIMIT], **details}).encode()
+
+
+def text_of(data: bytes) -> str:
+    """What an error says."""
+    try:
+        return str(json.loads(data)["text"])
+    except (ValueError, KeyError, TypeError):
+        return brief(data)
 
 
 def unpack(data: bytes, phase: str, *, theirs: bool) -> ShardstoreError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 Work: TypeAlias = Callable[[], bytes]
 """What every rank does; the result is for rank 0."""
@@ -21,7 +21,7 @@ class Ranks(Protocol):
     def members(self) -> Sequence[int]:
         """The global number of every rank of the group."""
 
-    def prepare(self) -> None:
+    def prepare(self) -> Any:
         """Set up what `share` needs, on the main thread, where another thread is going to call it."""
 
     def share(self, phase: str, work: Work, answer: Answer) -> bytes:
@@ -42,7 +42,7 @@ class Alone:
         """Nobody else."""
         return [0]
 
-    def prepare(self) -> None:
+    def prepare(self) -> Any:
         """There is nothing to set up."""
 
     def share(self, phase: str, work: Work, answer: Answer) -> bytes:  # noqa: ARG002 - the phase is for messages

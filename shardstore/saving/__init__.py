@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardstore.saving.api import Saved, save, save_flat
+from shardstore.saving.api import Saved, flattened, save, save_flat
 from shardstore.saving.attempt import Lineage, Options, new_attempt
 from shardstore.saving.background import Pending, in_background, save_async, warm_up
 
@@ -11,6 +11,7 @@ __all__ = [
     "Options",
     "Pending",
     "Saved",
+    "flattened",
     "in_background",
     "new_attempt",
     "save",

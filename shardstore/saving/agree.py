@@ -23,24 +23,27 @@ from shardstore.saving.attempt import Agreement, Options, new_attempt
 from shardstore.saving.meshes import SMALL, Meshes, digest_of, siblings
 from shardstore.specs import Box, TensorSpec
 
-_compared: set[str] = set()
+_compared: set[tuple[Any, ...]] = set()  # fingerprint and ranks of what has been compared whole
 _LIMIT = 1 << 30
+_NOTE = (
+    "buffers of modules (statistics of BatchNorm, say) differ between ranks: those of the first rank that has them are "
+    "saved"
+)
 
 
 def agree(
     flat: tree.Flat, options: Options, settings: dict[str, Any], ranks: Ranks, begin: Callable[[str], list[int]]
-) -> Agreement:
-    """Agree with all ranks.
+) -> Callable[[], Agreement]:
+    """Talk with all ranks; returns what makes the agreement of it, in the next phase, so that its errors are told.
 
     `settings`: what must be equal everywhere. `begin`: on rank 0 of several, the look at the place; returns the order
     of the roots.
-    Raises UnsupportedState, InvalidArgument, PeerError, and what `begin` raises.
+    Both raise UnsupportedState, this one also InvalidArgument, PeerError, and what `begin` raises.
     """
     if ranks.size == 1:
         _refuse_parts(flat)
-        return Agreement.alone(flat, options.attempt)
-    talk = _Talk(flat, ranks, settings, begin, options.attempt)
-    return talk.agree()
+        return lambda: Agreement.alone(flat, options.attempt)
+    return _Talk(flat, ranks, settings, begin, options.attempt).agree()
 
 
 def _refuse_parts(flat: tree.Flat) -> None:
@@ -62,13 +65,18 @@ class _Talk:
         self._flat = flat
         self._united: tree.Flat | None = None
 
-    def agree(self) -> Agreement:
+    def agree(self) -> Callable[[], Agreement]:
         reply = strictjson.loads(self._ranks.share("begin", self._record, self._judge), limit=_LIMIT)
         if reply["differ"]:
-            return self._merged(reply)
-        _compared.add(self._print)
+            kinds: list[int] = reply["kinds"]
+            data = self._ranks.share("merge", lambda: self._member(kinds), lambda results: self._unite(results, kinds))
+            return lambda: self._merged(reply, strictjson.loads(data, limit=_LIMIT))
+        return lambda: self._same(reply)
+
+    def _same(self, reply: Any) -> Agreement:
+        _compared.add(self._compared_as)
         self._flat.aliases = self._ties(dict(reply["ties"]))
-        self._siblings = reply["siblings"][0]
+        self._meshes.meet(reply["siblings"][0])
         count = len(self._flat.leaves)
         everybody = tuple(range(self._ranks.size))
         plain = [
@@ -93,6 +101,8 @@ class _Talk:
         """What this rank says first."""
         self._flat = _settled(self._flat, self._ranks.members())
         self._print = _fingerprint(self._flat)
+        self._compared_as = self._print, *self._ranks.members()
+        known = self._compared_as in _compared
         self._meshes = Meshes(self._flat, self._ranks.size)
         plain = [(number, leaf) for number, leaf in self._plain() if number not in self._flat.buffers]
         small = [leaf for _, leaf in plain if leaf.spec.nbytes <= SMALL]
@@ -101,8 +111,8 @@ class _Talk:
         load = sum(leaf.tensor.nbytes // max(1, len(leaf.part.places)) for leaf in self._flat.leaves if leaf.part)
         record = {
             "settings": self._settings, "print": self._print, "small": digest_of(small), "buffers": digest_of(buffers),
-            "large": "" if self._print in _compared else digest_of(large), "load": load, "own": len(self._flat.nodes),
-            "meshes": self._meshes.told(self._ranks.rank, large=self._print not in _compared),
+            "large": "" if known else digest_of(large), "load": load, "own": len(self._flat.nodes),
+            "meshes": self._meshes.told(self._ranks.rank, large=not known), "ties": sorted(self._flat.aliases.items()),
         }  # fmt: skip
         return strictjson.dumps(record)
 
@@ -113,24 +123,27 @@ class _Talk:
         values = [{record[name] for record in records} - {""} for name in ("print", "small", "large")]
         notes = []
         if len({record["buffers"] for record in records}) > 1 and len(values[0]) == 1:
-            notes.append(
-                "buffers of modules (statistics of BatchNorm, say) differ between ranks: those of rank 0 are saved"
-            )
+            notes.append(_NOTE)
         attempt, kinds = self._attempt or new_attempt(), _kinds([record["print"] for record in records])
+        same = siblings(kinds, [record["meshes"] for record in records])
+        ties = {number: target for record in reversed(records) for number, target in record["ties"]}
         reply = {
             "attempt": attempt, "roots": self._begin(attempt), "notes": notes,
             "differ": any(len(found) > 1 for found in values), "loads": [record["load"] for record in records],
-            "ties": sorted(self._flat.aliases.items()), "kinds": kinds,
-            "late": any(record["own"] for record in records), "siblings": siblings(kinds, records, self._meshes.paths),
+            "ties": sorted(ties.items()), "kinds": kinds, "late": any(record["own"] for record in records),
+            "siblings": same,
         }  # fmt: skip
         return strictjson.dumps(reply)
 
     def _ties(self, ties: dict[int, int]) -> dict[int, int]:
-        """The ties of rank 0, which sees them all: of an empty part none can be told. Raises where ours contradict."""
+        """The ties that any rank sees: of an empty part none can be told. Raises where ours contradict."""
         for number, target in ties.items():
             one, other = self._flat.leaves[number], self._flat.leaves[target]
             if one.tensor.numel() and self._flat.aliases.get(number) != target:
-                raise tree.refuse(one.path, f"on rank 0 this tensor is tied to {other.path}, on this rank it is not")
+                raise tree.refuse(
+                    one.path,
+                    f"on another rank this tensor is tied to {other.path}, on rank {self._ranks.rank} it is not",
+                )
         return ties
 
     def _plain(self) -> list[tuple[int, tree.Leaf]]:
@@ -142,7 +155,7 @@ class _Talk:
         """Local numbers of what this rank writes. `plain`: what is dealt with the same outcome on every rank."""
         here, rank = self._flat, self._ranks.rank
         split = [
-            Replica(number, leaf.tensor.nbytes, self._meshes.holders(leaf.part, self._siblings))
+            Replica(number, leaf.tensor.nbytes, self._meshes.holders(leaf.part))
             for number, leaf in enumerate(here.leaves)
             if leaf.part is not None and leaf.tensor.numel() and number not in here.aliases
         ]
@@ -153,14 +166,12 @@ class _Talk:
 
     # -------------------------------------------------------------------- the second, where states differ
 
-    def _merged(self, first: Any) -> Agreement:
-        kinds: list[int] = first["kinds"]
-        kind = kinds[self._ranks.rank]
-        data = self._ranks.share("merge", lambda: self._member(kinds), lambda results: self._unite(results, kinds))
-        reply = strictjson.loads(data, limit=_LIMIT)
+    def _merged(self, first: Any, reply: Any) -> Agreement:
+        kind: int = first["kinds"][self._ranks.rank]
         numbers: list[int] = reply["numbers"][kind]
         local = {number: at for at, number in enumerate(numbers)}
-        self._siblings = first["siblings"][kind]
+        self._meshes.meet(first["siblings"][kind])
+        first["notes"] += reply["notes"]
         self._flat.aliases = {local[a]: local[b] for a, b in reply["aliases"] if a in local and b in local}
         plain = [Replica(number, nbytes, tuple(holders)) for number, nbytes, holders in reply["plain"]]
         owned = self._owned(plain, first["loads"], numbers)
@@ -169,8 +180,12 @@ class _Talk:
     def _member(self, kinds: list[int]) -> bytes:
         """The digests of this rank's plain tensors; and its structure, if it is the first of its kind."""
         flat, rank = self._flat, self._ranks.rank
-        buffers = flat.buffers
-        plain = {leaf.path: [digest_of([leaf]), leaf.spec.nbytes, number in buffers] for number, leaf in self._plain()}
+        digests = {number: digest_of([leaf]) for number, leaf in self._plain()}
+        plain = {
+            leaf.path: [digests[flat.aliases.get(number, number)], leaf.spec.nbytes, number in flat.buffers]
+            for number, leaf in enumerate(flat.leaves)
+            if leaf.part is None
+        }
         structure = None
         if kinds.index(kinds[rank]) == rank:
             structure = {
@@ -198,10 +213,10 @@ class _Talk:
         self._united = tree.Flat(
             leaves, united.aliases, united.state, united.flat, united.left, merged=len(members) > 1
         )
-        plain = _holders([one["plain"] for one in told], united)
+        plain, differ = _holders([one["plain"] for one in told], united)
         return strictjson.dumps({
             "count": len(united.paths), "numbers": united.numbers, "aliases": sorted(united.aliases.items()),
-            "plain": plain,
+            "plain": plain, "notes": [_NOTE] if differ else [],
         })  # fmt: skip
 
 
@@ -218,7 +233,8 @@ def _settled(flat: tree.Flat, members: Sequence[int]) -> tree.Flat:
             if strange:
                 raise tree.refuse(leaf.path, f"this DTensor lies on rank {strange[0]} as well, which is not in group=")
             part = part._replace(mesh=tuple(place[rank] for rank in part.mesh))
-            if len(part.places) == len(members) and part.box == Box.whole(leaf.spec.shape):
+            everywhere = len(part.places) == len(members) and part.box == Box.whole(leaf.spec.shape)
+            if everywhere or not leaf.spec.nbytes:  # of nothing, everybody holds all
                 part = None
         leaves.append(leaf._replace(part=part))
     return dataclasses.replace(flat, leaves=leaves)
@@ -251,12 +267,17 @@ def _kinds(prints: Sequence[str]) -> list[int]:
     return [order[found] for found in prints]
 
 
-def _holders(plain: Sequence[dict[str, Any]], united: tree.Union) -> list[list[Any]]:
-    """Number, bytes and holders of every plain tensor. Raises where ranks hold different values of one."""
+def _holders(plain: Sequence[dict[str, Any]], united: tree.Union) -> tuple[list[list[Any]], bool]:
+    """Number, bytes and holders of every plain tensor, and whether buffers differ.
+
+    Raises UnsupportedState where ranks hold different values of anything else.
+    """
     found: dict[str, tuple[str, int, bool, list[int]]] = {}
+    differ = False
     for rank, tensors in enumerate(plain):
         for path, (digest, nbytes, buffer) in tensors.items():
             first, _, _, holders = found.setdefault(path, (digest, nbytes, buffer, []))
+            differ |= digest != first
             if digest != first and not buffer:
                 raise UnsupportedState(
                     f"{path}: rank {holders[0]} and rank {rank} hold different values of this tensor; {tree.REMEDY}",
@@ -264,8 +285,9 @@ def _holders(plain: Sequence[dict[str, Any]], united: tree.Union) -> list[list[A
                 )
             holders.append(rank)
     numbers = {path: number for number, path in enumerate(united.paths)}
-    return [
+    rows = [
         [numbers[path], nbytes, holders[:1] if buffer else holders]
         for path, (_, nbytes, buffer, holders) in found.items()
         if numbers[path] not in united.aliases
     ]
+    return rows, differ

@@ -125,14 +125,17 @@ def save_flat(
     lead = Lead(stores, options, overwrite=overwrite, single_writer=single_writer, before_commit=before_commit)
     reporter = Reporter("save", stores[0].url, listener)
     with lead:
-        agreed = agree(flat, options, _settings(stores, options, overwrite=overwrite), ranks, lead.begin)
-        for note in agreed.notes if ranks.rank == 0 else ():
-            reporter.noticed(note)
-        reply = _Writing(agreed, options, stores, ranks, reporter).run(lead)
+        try:
+            settle = agree(flat, options, _settings(stores, options, overwrite=overwrite), ranks, lead.begin)
+        except Exception:  # so nobody writes
+            lead.unmark()
+            raise
+        writing = _Writing(settle, options, stores, ranks, reporter)
+        reply = writing.run(lead)
     lead.tidy_up(reporter)
     reporter.finished()
     said = strictjson.loads(reply, limit=_LIMIT)
-    return Saved(stores[agreed.roots[0]].url, options.step, said["digest"], said["nbytes"], time.perf_counter() - began)
+    return Saved(writing.stores[0].url, options.step, said["digest"], said["nbytes"], time.perf_counter() - began)
 
 
 def _settings(stores: Sequence[Store], options: Options, *, overwrite: bool) -> dict[str, Any]:
@@ -148,15 +151,18 @@ class _Writing:
     """The writing of this rank's files. They are removed again if it is certain that nobody can have committed them."""
 
     def __init__(
-        self, agreed: Agreement, options: Options, stores: Sequence[Store], ranks: Ranks, reporter: Reporter
-    ) -> None:
-        self._agreed, self._options, self._given, self._ranks = agreed, options, stores, ranks
+        self, settle: Callable[[], Agreement], options: Options, stores: Sequence[Store], ranks: Ranks,
+        reporter: Reporter,
+    ) -> None:  # fmt: skip
+        self._settle, self._options, self._given, self._ranks = settle, options, stores, ranks
         self._reporter = reporter
+        self._agreed: Agreement
         self._attempt: Attempt | None = None
         self._sent = False
 
     @property
-    def _stores(self) -> Sequence[Store]:
+    def stores(self) -> Sequence[Store]:
+        """The roots in order."""
         return [self._given[root] for root in self._agreed.roots]
 
     def run(self, lead: Lead) -> bytes:
@@ -168,13 +174,16 @@ class _Writing:
             raise
 
     def _work(self, lead: Lead) -> bytes:
-        agreed, ranks = self._agreed, self._ranks
+        agreed, ranks = self._settle(), self._ranks
+        self._agreed = agreed
+        for note in agreed.notes if ranks.rank == 0 else ():
+            self._reporter.noticed(note)
         attempt = Attempt(agreed, self._options, len(self._given), self._reporter, rank=ranks.rank, size=ranks.size)
         if ranks.size == 1:  # after all that can be wrong with the state
             agreed.roots = lead.begin(agreed.attempt)
         self._attempt = attempt
         self._reporter.started(attempt.nbytes, len(attempt.files))
-        attempt.write(self._stores)
+        attempt.write(self.stores)
         data = dump_contribution(attempt.contribution())
         self._sent = True
         return data
@@ -188,7 +197,7 @@ class _Writing:
             ) from error
         if self._attempt is None or (self._sent and not (peers and getattr(error, "settled", False))):
             return
-        stores = self._stores
+        stores = self.stores
         gone = remove((stores[file.root], file.key) for file in self._attempt.files)
         if gone and self._ranks.size == 1:  # what other ranks leave is found by the marks
-            lead.unmark(self._agreed.attempt)
+            lead.unmark()

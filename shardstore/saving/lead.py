@@ -30,6 +30,7 @@ class Lead:
         self._stores: Sequence[Store] = ()
         self._replaced: Found | None = None
         self._marks: Marks | None = None
+        self._attempt = ""
         self._done: tuple[Index, bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -48,19 +49,19 @@ class Lead:
             store.prepare()
         self._require_exclusive()
         self._stores, self._replaced = self._look()
-        self._marks = Marks(self._stores, attempt)
+        self._marks, self._attempt = Marks(self._stores, attempt), attempt
         try:
             self._marks.start()
         except BaseException:
-            self.unmark(attempt)
+            self.unmark()
             raise
         return [self._given.index(store) for store in self._stores]
 
-    def unmark(self, attempt: str) -> None:
-        """Remove the marks of a save that has failed and of which no file is left."""
+    def unmark(self) -> None:
+        """Remove the marks, if there are any, of a save that has failed and of which no file is left."""
         if self._marks is not None:
             self._marks.stop()
-        remove((store, mark_name(attempt)) for store in self._stores)
+            remove((store, mark_name(self._attempt)) for store in self._stores)
 
     def _require_exclusive(self) -> None:
         home = self._given[0]
@@ -86,7 +87,7 @@ class Lead:
         algorithm = self._options.hash
         given = [parse_contribution(data, algorithm, rank) for rank, data in enumerate(sent)]
         files = [(self._stores[file.root], file.path) for one in given for file in one.files]
-        with _Cleanup(files, lambda: self.unmark(agreed.attempt)) as cleanup:
+        with _Cleanup(files, self.unmark) as cleanup:
             assembly = Assembly(agreed, given)
             if agreed.late:
                 meta = assembly.late_meta(algorithm)

@@ -1,13 +1,12 @@
 """Tensors on a part of the ranks: other ranks may hold the same ones, on a mesh of their own.
 
 FSDP2 beside tensor parallelism spreads a tensor that the latter leaves alone over each data-parallel mesh anew, and no
-DTensor says that the others are there. So ranks tell each other on which meshes their tensors lie: of ranks with the
-same state, the k-th mesh of each is that of the same tensors.
+DTensor says that the others are there. So ranks tell each other on which meshes which of their tensors lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardstore import tree
@@ -28,57 +27,58 @@ def digest_of(leaves: Sequence[tree.Leaf]) -> str:
 
 
 class Meshes:
-    """The meshes of less than all ranks on which tensors of this rank lie, in the order in which they come."""
+    """The meshes of less than all ranks on which tensors of this rank lie.
+
+    Each is known by its first tensor and the number of its tensors, which are the same on the meshes beside it.
+    """
 
     def __init__(self, flat: tree.Flat, size: int) -> None:
         self._leaves: dict[tuple[int, ...], list[tree.Leaf]] = {}
+        self._beside: dict[tuple[int, ...], list[Sequence[int]]] = {}
         for leaf in flat.leaves:
             if leaf.part is not None and 0 < len(leaf.part.mesh) < size:
                 self._leaves.setdefault(leaf.part.mesh, []).append(leaf)
-        self._order = {mesh: at for at, mesh in enumerate(self._leaves)}
-
-    @property
-    def paths(self) -> list[str]:
-        """Of each mesh, the first tensor, for messages."""
-        return [leaves[0].path for leaves in self._leaves.values()]
 
     def told(self, rank: int, *, large: bool) -> list[list[Any]]:
-        """Of each mesh: its ranks, the place of this one, and digests of what lies here, of small and of large ones."""
+        """Of each mesh: its name, its ranks, the place of this one, and digests of what is here, small and large."""
         told = []
         for mesh, leaves in self._leaves.items():
             small = digest_of([leaf for leaf in leaves if leaf.tensor.nbytes <= SMALL])
             rest = digest_of([leaf for leaf in leaves if leaf.tensor.nbytes > SMALL]) if large else ""
-            told.append([mesh, mesh.index(rank), small, rest])
+            told.append([_name(leaves), mesh, mesh.index(rank), small, rest])
         return told
 
-    def holders(self, part: tree.Part, siblings: Sequence[Sequence[Sequence[int]]]) -> tuple[int, ...]:
+    def meet(self, siblings: Mapping[str, list[Sequence[int]]]) -> None:
+        """Learn which meshes lie beside ours."""
+        self._beside = {mesh: siblings[_name(leaves)] for mesh, leaves in self._leaves.items()}
+
+    def holders(self, part: tree.Part) -> tuple[int, ...]:
         """All ranks that hold a part: those of its own mesh, and those at the same places of the meshes beside it."""
-        at = self._order.get(part.mesh)
-        meshes = [part.mesh] if at is None else siblings[at]
-        return tuple(sorted(mesh[place] for mesh in meshes for place in part.places))
+        return tuple(sorted(mesh[place] for mesh in self._beside.get(part.mesh, [part.mesh]) for place in part.places))
 
 
-def siblings(kinds: Sequence[int], records: Sequence[dict[str, Any]], paths: Sequence[str]) -> list[list[list[Any]]]:
-    """By kind of state and number of mesh: all meshes on which its ranks have the same tensors.
+def _name(leaves: Sequence[tree.Leaf]) -> str:
+    return f"{len(leaves)}:{leaves[0].path}"
+
+
+def siblings(kinds: Sequence[int], told: Sequence[list[list[Any]]]) -> list[dict[str, list[list[int]]]]:
+    """By kind of state and name of mesh: all meshes on which its ranks have the same tensors.
 
     Raises UnsupportedState where ranks at the same place of two of them hold different values.
     """
-    found: list[list[list[Any]]] = [[] for _ in range(max(kinds) + 1)]
-    for kind, meshes in enumerate(found):
-        told = [record["meshes"] for record, of in zip(records, kinds, strict=True) if of == kind]
-        for at, same in enumerate(zip(*told, strict=False)):
-            _compare(same, paths[at] if at < len(paths) else "")
-            meshes.append([list(mesh) for mesh in dict.fromkeys(tuple(mesh) for mesh, *_ in same)])
+    found: list[dict[str, list[list[int]]]] = [{} for _ in range(max(kinds) + 1)]
+    seen: dict[tuple[Any, ...], list[str]] = {}
+    for kind, meshes in zip(kinds, told, strict=True):
+        for name, mesh, place, *digests in meshes:
+            known = found[kind].setdefault(name, [])
+            if mesh not in known:
+                known.append(mesh)
+            first = seen.setdefault((kind, name, len(mesh), place), digests)
+            if any(one and other and one != other for one, other in zip(first, digests, strict=True)):
+                path = name.partition(":")[2]
+                raise UnsupportedState(
+                    f"{path}, or another tensor on the same ranks: those at place {place} of different meshes hold "
+                    f"different values of the same part; {tree.REMEDY}",
+                    path=path,
+                )
     return found
-
-
-def _compare(same: Sequence[Sequence[Any]], path: str) -> None:
-    seen: dict[tuple[int, int], list[str]] = {}
-    for mesh, place, *digests in same:
-        first = seen.setdefault((len(mesh), place), digests)
-        if any(one and other and one != other for one, other in zip(first, digests, strict=True)):
-            raise UnsupportedState(
-                f"{path}, or another tensor beside it: ranks at place {place} of different meshes hold different "
-                f"values of the same part; {tree.REMEDY}",
-                path=path,
-            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,24 +11,36 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from shardstore.errors import CheckpointNotFound, CommitUnknown, InvalidArgument, ShardstoreError, StoreError, brief
+from shardstore.errors import (
+    CheckpointNotFound,
+    CommitUnknown,
+    InvalidArgument,
+    PeerError,
+    ShardstoreError,
+    StoreError,
+    brief,
+)
 from shardstore.events import Listener
 from shardstore.hashing import DEFAULT
 from shardstore.plan import GroupBy, Layout, ShardOptions
-from shardstore.ranks import ALL, ranks_of
+from shardstore.ranks import ALL
+from shardstore.ranks.words import Wish
 from shardstore.run import Policy, Run, RunCheckpoint, matches
 from shardstore.run.names import SCHEMA, SECTION
 from shardstore.saving import Options, Pending, Saved
 from shardstore.training import rng
-from shardstore.training.checks import check_room, check_sections, has_gradients, planned_bytes, positive
-from shardstore.training.keeping import Keeping, check_policies
+from shardstore.training.checks import check_sections, has_gradients, planned_bytes, positive
+from shardstore.training.crew import Crew
+from shardstore.training.keeping import check_policies
 from shardstore.training.migrating import Migration, Schema
+from shardstore.training.owning import take_over
 from shardstore.training.position import Position, Skip
 from shardstore.training.resuming import Reading, Resume, Verify, check_verify, differences
-from shardstore.training.saver import Saver
+from shardstore.training.saver import Lead, Saver
 from shardstore.training.signals import Preempted, Signals
 
 T = TypeVar("T")
+_FAILURES = (StoreError, CommitUnknown, PeerError)
 _NO_LOG = {"epoch": 0, "lines": 0, "sha256": "0" * 64}
 
 
@@ -46,7 +59,9 @@ class Checkpointer:
     `background`: saves are written by a thread while training goes on. `max_failures`: how many periodic saves in a row
     may fail and be reported only. `stop_signals` end the training after the step with a save and `preempted_exit`;
     `save_signals` ask for a save. `grace_seconds`: after a stop signal, no save begins that won't fit.
-    `shards` to `storage_options`: as in `save`.
+    `shards` to `storage_options`: as in `save`. `group`: the process group that trains; all of its ranks make the same
+    calls, rank 0 alone writes to the run folder, and they save, stop and resume together. With several ranks a signal
+    to any of them, and `every_seconds`, act one step later on all.
 
     Construction makes the run, takes it over from any other process, and checks that all of the state can be stored,
     and that a file system has room for it once. Raises UnsupportedState, InvalidArgument, StoreError.
@@ -60,11 +75,11 @@ class Checkpointer:
         max_failures: int = 3, stop_signals: Sequence[str] = ("SIGTERM",), save_signals: Sequence[str] = ("SIGUSR1",),
         preempted_exit: int = 143, grace_seconds: float | None = None, shards: int | None = None,
         shard_bytes: int | None = None, layout: Layout = "balanced", group_by: GroupBy | None = None,
-        hash: str = DEFAULT, single_writer: bool = False, threads: int | None = None, listener: Listener | None = None,
-        storage_options: Mapping[str, Any] | None = None,
+        hash: str = DEFAULT, single_writer: bool = False, group: Any = ALL, threads: int | None = None,
+        listener: Listener | None = None, storage_options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         options = Options(ShardOptions(layout, shards, shard_bytes, group_by), None, hash, threads)
-        ranks_of(ALL)
+        self._crew = Crew(group)
         self._every_steps = positive("every_steps", every_steps, int)
         self._every_seconds = positive("every_seconds", every_seconds, int, float)
         self._grace = positive("grace_seconds", grace_seconds, int, float)
@@ -77,22 +92,28 @@ class Checkpointer:
         self._signals = Signals(stop_signals, save_signals)
         policies = check_policies(keep)
         self.run = Run(url, storage_options, listener=listener, single_writer=single_writer)
-        self._position = Position(rng.check_generators(generators), self.run.notice)
+        self._position = Position(rng.check_generators(generators), self._notice, self._crew)
         self._state, self._step = state, 0
-        check_sections(state)
-        check_room(self.run, planned_bytes({**state, SECTION: self._section(_NO_LOG)}, options.shards))
-        self.run.create()
-        self._owner = self.run.take_owner()
-        self._keeping = Keeping(self.run, policies, options.threads)
-        self._saver = Saver(self.run, self._owner, options, self._keeping, listener, single_writer=single_writer)
-        self._owner.keep_alive()
+        self._shards = options.shards
+        place, self._lead = take_over(self.run, self._crew, policies, options.threads, self._plan)
+        self._saver = Saver(self.run, place, self._crew, self._lead, options, listener, single_writer=single_writer)
         self._pending: Pending | None = None
         self._pending_step = 0
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
         self._seconds: float | None = None
         self._failures = 0
-        self._resumed = self._closed = False
+        self._resumed = self._closed = self._asked = False
+
+    def _plan(self) -> int:
+        """Check the state; returns the bytes of a checkpoint of it."""
+        check_sections(self._state)
+        return planned_bytes({**self._state, SECTION: self._section(_NO_LOG)}, self._shards)
+
+    def _notice(self, what: str, *, warning: bool = True) -> None:
+        """Tell what a person should know, once for all ranks."""
+        if self._crew.leads:
+            self.run.notice(what, warning=warning)
 
     # -- where it stands
 
@@ -137,7 +158,8 @@ class Checkpointer:
             raise InvalidArgument(f"reset= is a list of sections of the state; there is no {brief(unknown or reset)}")
         found = self._find(step, from_run, reset, fallback=fallback)
         if found is None:
-            self.run.log.event("start", 0)
+            if self._lead is not None:
+                self.run.log.event("start", 0)
         else:
             self._go_on(*found)
         self._resumed = True
@@ -150,20 +172,24 @@ class Checkpointer:
         if from_run is not None:
             other = Run(from_run, self._reading.storage_options, listener=self._reading.listener)
             with other:
-                if not other.candidates():
-                    raise CheckpointNotFound(f"{other.url} has no checkpoint to begin with: check from_run=")
-                if not self.run.info.committed and not self.run.candidates():
+                if self._crew.decide("from_run", lambda: self._wants(other)):
                     return self._read(other, step, reset, fallback=fallback)
             step = None
         return self._read(self.run, step, reset, fallback=fallback)
 
+    def _wants(self, other: Run) -> bool:
+        """Whether the training begins with another run's checkpoint: only as long as this run has none."""
+        if not other.candidates():
+            raise CheckpointNotFound(f"{other.url} has no checkpoint to begin with: check from_run=")
+        return not self.run.info.committed and not self.run.candidates()
+
     def _read(
         self, run: Run, step: int | None, reset: Sequence[str], *, fallback: bool
     ) -> tuple[RunCheckpoint, dict[str, Any]] | None:
-        resume = Resume(run, self._state, reset, self._reading)
+        resume = Resume(run, self._state, reset, self._reading, self._crew)
         if step is None:
             return resume.newest(fallback=fallback)
-        one = run.at(step)
+        one = RunCheckpoint(**self._crew.decide("step", lambda: dataclasses.asdict(run.at(step))))
         return one, resume.chosen(one)
 
     def _go_on(self, one: RunCheckpoint, section: dict[str, Any]) -> None:
@@ -173,11 +199,17 @@ class Checkpointer:
         self._saved_step = self._step if ours else None
         if ours:
             self._saver.parent = one.attempt
-            self._keeping.begin(one.attempt)
+        if self._lead is not None:
+            self._report(self._lead, one, section, ours=ours)
+
+    def _report(self, lead: Lead, one: RunCheckpoint, section: dict[str, Any], *, ours: bool) -> None:
+        """On rank 0: what the run and a person are to know of a resume."""
+        if ours:
+            lead.keeping.begin(one.attempt)
         for line in differences(section["config"], self._config):
-            self.run.notice(f"since step {self._step} was saved, {line}")
+            self._notice(f"since step {self._step} was saved, {line}")
         if one.run == self.run.id and not matches(self.run.store, section["losses"]):
-            self.run.notice("the loss history is not what the checkpoint refers to: lines were lost or changed")
+            self._notice("the loss history is not what the checkpoint refers to: lines were lost or changed")
         facts = {} if ours else {"run": one.run, "url": one.url}
         self.run.log.event("resume", self._step, attempt=one.attempt, **facts)
 
@@ -195,22 +227,30 @@ class Checkpointer:
         self._step += 1
         self._position.unstepped = 0
         recorded = {**({} if loss is None else {"loss": loss}), **values}
-        if recorded:
+        if recorded and self._lead is not None:
             self._record(recorded)
-        saved = self._collect(wait=False)
-        if self._signals.stop_at is not None:
-            self._leave(self._signals.stop_at)
-        if self._due():
-            self._signals.save = False
+        saved = None if self._crew.several else self._collect(wait=False)
+        heard = self._crew.words.say(self._wish())
+        if heard.stop:
+            self._leave()
+        if heard.save or (self._every_steps is not None and self._step % self._every_steps == 0):
             saved = self._periodic() or saved
         return saved
+
+    def _wish(self) -> Wish:
+        """What this rank wants now. A save is asked for once; of clocks, that of rank 0 counts."""
+        late = self._every_seconds is not None and time.monotonic() - self._saved_at >= self._every_seconds
+        save, self._signals.save = self._signals.save, False
+        timed = late and not self._asked and self._crew.leads
+        self._asked = self._asked or timed
+        return Wish(self._signals.stop_at is not None, save or timed)
 
     def _record(self, values: Mapping[str, Any]) -> None:
         try:
             plain = {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in values.items()}
             self.run.log.record(self._step, plain)
         except StoreError as error:  # a full disk must not end the training; the next save says it again
-            self.run.notice(f"the loss of step {self._step} could not be recorded: {error}")
+            self._notice(f"the loss of step {self._step} could not be recorded: {error}")
 
     def save(self) -> Saved:
         """Save now, at the end of a step; returns when it is committed. Raises what `shardstore.save` raises."""
@@ -242,31 +282,29 @@ class Checkpointer:
         if self._closed:
             raise InvalidArgument("this Checkpointer is closed: nothing more is saved with it")
 
-    def _due(self) -> bool:
-        if self._signals.save:
-            return True
-        if self._every_steps is not None and self._step % self._every_steps == 0:
-            return True
-        return self._every_seconds is not None and time.monotonic() - self._saved_at >= self._every_seconds
-
     def _periodic(self) -> Saved | None:
         try:
             if not self._background:
                 return self._save_now()
             saved = self._collect(wait=True)
-            self._saved_at = time.monotonic()
+            self._saving()
             self._pending = self._saver.later(self._full(), self._step)
             self._pending_step = self._step
             return saved
-        except (StoreError, CommitUnknown) as error:
+        except _FAILURES as error:
             self._failed(error, self._step)
             return None
 
+    def _saving(self) -> None:
+        """From now on the time until the next save counts."""
+        self._saved_at, self._asked = time.monotonic(), False
+
     def _full(self) -> dict[str, Any]:
-        return {**self._state, SECTION: self._section(self.run.log.reference())}
+        log = self._crew.decide("losses", lambda: self.run.log.reference())  # noqa: PLW0108 - only owners have a log
+        return {**self._state, SECTION: self._section(log)}
 
     def _save_now(self) -> Saved:
-        self._saved_at = time.monotonic()
+        self._saving()
         return self._note(self._saver.now(self._full(), self._step), self._step)
 
     def _note(self, saved: Saved, step: int) -> Saved:
@@ -275,11 +313,11 @@ class Checkpointer:
 
     def _failed(self, error: ShardstoreError, step: int) -> None:
         """A periodic save has failed: tell it, and raise once there are too many in a row."""
-        self._saved_at = time.monotonic()
+        self._saving()
         self._failures += 1
         if self._failures > self._max_failures:
             raise error
-        self.run.notice(f"the save of step {step} failed, training goes on ({self._failures} in a row): {error}")
+        self._notice(f"the save of step {step} failed, training goes on ({self._failures} in a row): {error}")
 
     def _collect(self, *, wait: bool) -> Saved | None:
         """What the background save has made, if it has ended; with `wait`, when it has."""
@@ -289,26 +327,32 @@ class Checkpointer:
         self._pending = None
         try:
             return self._note(pending.result(), self._pending_step)
-        except (StoreError, CommitUnknown) as error:
+        except _FAILURES as error:
             self._failed(error, self._pending_step)
             return None
 
-    def _leave(self, asked: float) -> None:
+    def _leave(self) -> None:
         """After a stop signal: save what is not saved yet, if there is time for it, and go."""
         self._collect(wait=True)
-        needed = self._seconds or 0.0
-        if self._saved_step == self._step:
-            pass
-        elif self._grace is not None and time.monotonic() - asked + needed > self._grace:
-            self.run.notice(f"step {self._step} is not saved: {needed:.1f} s are more than what is left of the grace")
-        else:
+        if self._crew.decide("leave", self._has_time):
             self._save_now()
         raise Preempted(self._exit_code)
+
+    def _has_time(self) -> bool:
+        """Whether this step is to be saved yet, and that fits into what is left of the grace."""
+        if self._saved_step == self._step:
+            return False
+        needed = self._seconds or 0.0
+        passed = time.monotonic() - (self._signals.stop_at or time.monotonic())
+        if self._grace is None or passed + needed <= self._grace:
+            return True
+        self._notice(f"step {self._step} is not saved: {needed:.1f} s are more than what is left of the grace")
+        return False
 
     # -- the end
 
     def __enter__(self) -> Self:
-        self._signals.install(self.run.notice)
+        self._signals.install(self._notice)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -335,7 +379,7 @@ class Checkpointer:
         try:
             pending.result()
         except Exception as failed:  # noqa: BLE001 - the first error matters more
-            self.run.notice(f"the save of step {self._pending_step} failed, too: {failed}")
+            self._notice(f"the save of step {self._pending_step} failed, too: {failed}")
 
     def _close(self, *, quiet: bool) -> None:
         if self._closed:
@@ -343,11 +387,12 @@ class Checkpointer:
         self._closed = True
         try:
             try:
-                self._owner.release()
+                if self._lead is not None:
+                    self._lead.owner.release()
             finally:
                 self.run.close()
         except StoreError as error:
-            self.run.notice(f"the run was not closed properly: {error}")
+            self._notice(f"the run was not closed properly: {error}")
             if not quiet:
                 raise
 

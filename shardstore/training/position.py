@@ -9,7 +9,9 @@ import torch
 
 from shardstore.errors import InvalidArgument, Mismatch, brief
 from shardstore.training import rng
+from shardstore.training.crew import Crew
 from shardstore.training.workers import Draws, iterate
+from shardstore.tree import PerRank
 
 T = TypeVar("T")
 Skip: TypeAlias = Literal["auto", "replay"]
@@ -23,8 +25,9 @@ class Position:
     that saves its own state goes to its place at once, unless its workers draw random numbers, which it doesn't keep.
     """
 
-    def __init__(self, generators: rng.Generators, notice: Callable[[str], None]) -> None:
-        self._generators, self._notice = generators, notice
+    def __init__(self, generators: rng.Generators, notice: Callable[[str], None], crew: Crew) -> None:
+        self._generators, self._notice, self._crew = generators, notice, crew
+        self._skipped: int | None = None
         self.epoch = 0
         self.batch = 0
         self.unstepped = 0
@@ -39,9 +42,10 @@ class Position:
     def section(self) -> dict[str, Any]:
         """What a checkpoint has to say."""
         start, loader = (self._start, self._state_of_loader()) if self.batch else (None, None)
-        return {
-            "epoch": self.epoch, "batch": self.batch, "rng": self._capture(), "epoch_rng": start, "loader": loader,
-        }  # fmt: skip
+        own = {"rng": self._capture(), "epoch_rng": start, "loader": loader}
+        if self._crew.several:
+            own = {name: PerRank(value) for name, value in own.items()}
+        return {"epoch": self.epoch, "batch": self.batch, **own}
 
     def _state_of_loader(self) -> Any:
         """What brings the loader to its place by itself; None where the batches have to be loaded again."""
@@ -49,18 +53,34 @@ class Position:
 
     def restore(self, section: Mapping[str, Any]) -> None:
         """Go to where a checkpoint was saved. The loader follows when its batches are asked for."""
+        self._resumed = True
         self.epoch, self.batch = section["epoch"], section["batch"]
+        ranks = len(section["rng"].values) if isinstance(section["rng"], PerRank) else 1
+        if ranks != self._crew.size:
+            self._restore_elsewhere(ranks)
+            return
+        section = {name: value.value if isinstance(value, PerRank) else value for name, value in section.items()}
         self._start, self._saved = section["epoch_rng"], section["rng"] if section["batch"] else None
         self._loader_state = section.get("loader")
-        self._resumed = True
         rng.restore(section["rng"], self._generators, self._notice)
+
+    def _restore_elsewhere(self, ranks: int) -> None:
+        """Go on at another number of ranks: as many batches are skipped as all of them together have used."""
+        used, size = self.batch * ranks, self._crew.size
+        self._skipped, self.batch = used // size if used else None, used // size
+        more = f"; {used % size} batches of this epoch are used twice" if used % size else ""
+        self._notice(
+            f"{ranks} ranks have saved, {size} resume: random states stay as they are now, since each was one "
+            f"rank's{more}"
+        )
 
     def batches(self, loader: Iterable[T], shielded: Sequence[int], skip: Skip) -> Iterator[T]:
         """The batches of an epoch, or after a resume those that are left of it."""
         self._take(loader, skip)
         saved, self._saved = self._saved, None
+        skipped, self._skipped = self._skipped, None
         if saved is None:
-            self._begin()
+            self._begin(ends=skipped is None)
         elif self._start is not None:
             self._put(self._start)
         placed = saved is not None and self._place(loader)
@@ -69,6 +89,9 @@ class Position:
             if not placed:
                 self._skip(iterator, self.batch)
             self._put(saved)  # after iter(), which draws, and before the next batch
+        elif skipped is not None:
+            self._skip(iterator, skipped)
+            self.batch = skipped
         for batch in iterator:
             self.batch += 1
             self.unstepped += 1
@@ -94,9 +117,9 @@ class Position:
         loader.load_state_dict(state)
         return True
 
-    def _begin(self) -> None:
-        """Start an epoch; one that was left early has ended thereby."""
-        if self.batch:
+    def _begin(self, *, ends: bool) -> None:
+        """Start an epoch; with `ends`, one that was left early has ended thereby."""
+        if self.batch and ends:
             self.epoch += 1
         self.batch = 0
         self._start = self._capture()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -21,6 +22,7 @@ from shardstore.loading import load
 from shardstore.loading.source import Missing
 from shardstore.run import Run, RunCheckpoint
 from shardstore.run.names import SCHEMA, SECTION
+from shardstore.training.crew import Crew
 from shardstore.training.keeping import DAMAGE, verify_uncached
 from shardstore.training.migrating import Schema, migrate, put_into
 
@@ -54,11 +56,17 @@ class Resume:
     state: dict[str, Any]
     reset: Sequence[str]
     reading: Reading
+    crew: Crew
     passed: list[tuple[RunCheckpoint, str]] = field(default_factory=list)
+    _had: bool = False
 
     def load(self, one: RunCheckpoint) -> dict[str, Any]:
         """Fill the state from a checkpoint; returns the section that is ours. What is wrong is raised."""
-        how: dict[str, Any] = {"group": None, "threads": self.reading.threads, "listener": self.reading.listener}
+        how: dict[str, Any] = {
+            "group": self.crew.group,
+            "threads": self.reading.threads,
+            "listener": self.reading.listener,
+        }
         how["storage_options"] = self.reading.storage_options
         section: dict[str, Any] = load(one.url, only=SECTION, **how)[SECTION]
         if section.get("schema") != SCHEMA:
@@ -74,7 +82,7 @@ class Resume:
             data = load(one.url, **how)
             del data[SECTION]
             self.state.update(put_into(migrate(data, chain), wanted))
-            self.run.notice(
+            self._notice(
                 f"the state of {one.name} was migrated from the schema {section['user_schema']!r} to "
                 f"{self.reading.schema.name!r}",
                 warning=False,
@@ -86,9 +94,9 @@ class Resume:
     def chosen(self, one: RunCheckpoint) -> dict[str, Any]:
         """Fill the state from the checkpoint that was asked for. What is wrong is raised."""
         if self.reading.verify is not None:
-            self._examine(one)
+            self.crew.decide("verify", lambda: self._examine(one))
         section = self.load(one)
-        self._verify_others(one)
+        self.crew.decide("verify", lambda: self._verify_others(one))
         return section
 
     def newest(self, *, fallback: bool) -> tuple[RunCheckpoint, dict[str, Any]] | None:
@@ -97,21 +105,38 @@ class Resume:
         Raises NothingToResume where it had one and none loads; with `fallback=False` the error of the newest one; and
         whatever else happens but damage that was confirmed, and files that are missing.
         """
-        everything, candidates = self.run.checkpoints(), self.run.candidates()
-        self._look_over(everything, candidates, fallback=fallback)
-        for one in candidates:
+        for told in self.crew.decide("candidates", lambda: self._survey(fallback=fallback)):
+            one = RunCheckpoint(**told)
             section = self._try(one, fallback=fallback)
             if section is not None:
-                self._report(one)
-                self._verify_others(one)
+                self.crew.decide("report", lambda one=one: self._chose(one))  # type: ignore[misc]
                 return one, section
-        if candidates or self.passed or self.run.info.committed:
+        self.crew.decide("start", self._require_new)
+        return None
+
+    def _survey(self, *, fallback: bool) -> list[dict[str, Any]]:
+        """On rank 0: what may be resumed from, the newest first."""
+        everything, candidates = self.run.checkpoints(), self.run.candidates()
+        self._look_over(everything, candidates, fallback=fallback)
+        self._had = bool(candidates)
+        return [dataclasses.asdict(one) for one in candidates]
+
+    def _chose(self, one: RunCheckpoint) -> None:
+        self._report(one)
+        self._verify_others(one)
+
+    def _require_new(self) -> None:
+        """That the run never had a checkpoint."""
+        if self._had or self.passed or self.run.info.committed:
             why = "; ".join(f"{one.name}: {why}" for one, why in self.passed) or "all of them are gone"
             raise NothingToResume(
                 f"{self.run.url} has had checkpoints, and none of them can be loaded ({why}). It does not start from "
                 "zero by itself: repair or release one, or begin another run"
             )
-        return None
+
+    def _notice(self, what: str, *, warning: bool = True) -> None:
+        if self.crew.leads:
+            self.run.notice(what, warning=warning)
 
     def _look_over(
         self, everything: Sequence[RunCheckpoint], candidates: Sequence[RunCheckpoint], *, fallback: bool
@@ -130,28 +155,51 @@ class Resume:
             raise Damaged(f"{one.url} can't be used, and fallback=False: {why}")
 
     def _try(self, one: RunCheckpoint, *, fallback: bool) -> dict[str, Any] | None:
-        try:
-            if self.reading.verify is not None:
-                self._examine(one)
+        """Load on every rank; where one of them can't, none goes on with it."""
+        section: dict[str, Any] = {}
+        failed: ShardstoreError | None = None
+
+        def work() -> list[str]:
+            nonlocal section, failed
+            try:
+                if self.reading.verify is not None and self.crew.leads:
+                    self._examine(one)
+                section = self.load(one)
+            except (Damaged, CheckpointNotFound) as error:
+                failed = error
+                return ["missing" if isinstance(error, Missing | CheckpointNotFound) else "damaged", str(error)]
+            return []
+
+        told = [found for found in self.crew.hear("load", work) if found]
+        if not told:
+            return section
+        if self.crew.decide("judge", lambda: self._judge(one, failed, *told[0], fallback=fallback)):
             return self.load(one)
-        except (Missing, CheckpointNotFound) as error:  # unfinished: it may be whole later, so there is no mark
-            if not fallback:
-                raise
-            self._pass(one, f"unfinished: {error}")
-        except Damaged as error:
-            report = verify_uncached(self.run, one, self.reading.threads)
-            if report.ok:  # the first read went wrong, or the structure is beyond this version: then it raises again
-                return self.load(one)
-            kinds = {problem.kind for problem in report.problems}
-            if isinstance(report.error, ShardstoreError) and not isinstance(report.error, Damaged):
-                raise report.error from error
-            if not fallback or "unreadable" in kinds:
-                raise
-            if kinds == {"missing"}:
-                self._pass(one, f"unfinished: {error}")
-            else:
-                self._quarantine(one, report, error)
         return None
+
+    def _judge(
+        self, one: RunCheckpoint, failed: ShardstoreError | None, kind: str, text: str, *, fallback: bool
+    ) -> bool:
+        """On rank 0: whether to load it once more; if not, it is passed over, or what is wrong is raised."""
+        error = failed or (Missing(text) if kind == "missing" else Damaged(text))
+        if kind == "missing":  # unfinished: it may be whole later, so there is no mark
+            if not fallback:
+                raise error
+            self._pass(one, f"unfinished: {error}")
+            return False
+        report = verify_uncached(self.run, one, self.reading.threads)
+        if report.ok:  # the first read went wrong, or the structure is beyond this version: then it raises again
+            return True
+        kinds = {problem.kind for problem in report.problems}
+        if isinstance(report.error, ShardstoreError) and not isinstance(report.error, Damaged):
+            raise report.error from error
+        if not fallback or "unreadable" in kinds:
+            raise error
+        if kinds == {"missing"}:
+            self._pass(one, f"unfinished: {error}")
+        else:
+            self._quarantine(one, report, error)
+        return False
 
     def _examine(self, one: RunCheckpoint) -> None:
         """Read all of a checkpoint from the device before it is used. Raises Damaged, or what kept it from reading."""
@@ -182,7 +230,7 @@ class Resume:
             why = f"{why}; it is in quarantine now"
         self.run.notice(f"{one.name}, an older checkpoint, is not whole: {why}")
 
-    def _quarantine(self, one: RunCheckpoint, report: CheckpointReport, error: Damaged) -> None:
+    def _quarantine(self, one: RunCheckpoint, report: CheckpointReport, error: ShardstoreError) -> None:
         why = report.problems[0].message if report.problems else str(report.error or error)
         self.run.quarantine(one, why)
         self._pass(one, f"damaged, and now in quarantine: {why}")

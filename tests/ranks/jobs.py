@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.ranks import models
 
 JOBS: dict[str, Callable[..., Any]] = {}
 STEPS: dict[str, Callable[..., Any]] = {}
@@ -19,7 +18,8 @@ STEPS: dict[str, Callable[..., Any]] = {}
 
 MODULES = (
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict",
-    "shardstore.saving", "shardstore.loading", "shardstore.training", "tests.ranks.steps", "tests.ranks.faulty",
+    "shardstore.saving", "shardstore.loading", "tests.ranks.steps", "tests.ranks.training_steps", "tests.ranks.faulty", "tests.ranks.states",
+    "tests.ranks.stages",
 )  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def warm_up() -> None:
     torch.set_num_threads(1)
     for name in MODULES:
         importlib.import_module(name)
-    models.warm_up()
+    importlib.import_module("tests.ranks.models").warm_up()
 
 
 def step(function: Callable[..., Any]) -> Callable[..., Any]:

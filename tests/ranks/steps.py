@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
-
 import shardstore
+from tests.ranks.faulty import told
 from tests.ranks.jobs import step
 from tests.ranks.models import build, print_of, print_of_data
+from tests.ranks.states import make
 
 
 @step
@@ -33,7 +33,7 @@ def load_fresh(url: str) -> dict[str, str]:
     return print_of_data(shardstore.load(url))
 
 
-def rank() -> int:
-    return dist.get_rank()
-
-
+@step
+def save_each(url: str, names: list[str], **options: Any) -> dict[str, Any]:
+    """Save several states, each at a place of its own; what came of each."""
+    return {name: told(lambda name=name: shardstore.save(make(name), f"{url}/{name}", **options)) for name in names}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from shardstore import verify
@@ -111,3 +113,18 @@ def test_pins_stay(tmp_path):
         for _ in range(ckpt.resume(), 6):
             ckpt.step()
     assert sorted(saves(tmp_path / "run")) == [1, 5, 6]
+
+
+def test_P14_the_best_that_is_gone_or_has_moved_stops_nothing(tmp_path):
+    """The best is a step of this run, no path: the folder may be moved, and the best removed by hand."""
+    best = KeepBest("loss", 1, mode="max")
+    trained(tmp_path / "run", 3, keep=best)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    first = saves(tmp_path / "moved")[1]
+    trained(tmp_path / "moved", 5, keep=best)
+    assert first.exists()
+    shutil.rmtree(first)
+    told = Told()
+    trained(tmp_path / "moved", 8, keep=best, listener=told)
+    assert told.warnings == []
+    assert set(saves(tmp_path / "moved")) >= {7, 8}

@@ -20,10 +20,11 @@ from shardstore.errors import (
     NothingToResume,
     StoreError,
     UnsupportedState,
+    UnsupportedVersion,
 )
 from shardstore.run import Run
 from shardstore.training import Checkpointer, KeepLast
-from tests.kit.damage import flip
+from tests.kit.damage import edit_text, flip
 from tests.kit.faults import READING, Fault, FaultyStore, Wrapper
 from tests.kit.inject import injected
 from tests.kit.same import assert_same
@@ -224,6 +225,24 @@ def test_other_errors_end_the_resume_and_leave_no_mark(tmp_path):
     fails = Fault(1, errno=13, calls=READING, key=".safetensors", times=100)
     with Checkpointer(folder, small()) as ckpt, stores_of_loads(fails), pytest.raises(StoreError):
         ckpt.resume()
+    with Checkpointer(folder, small()) as ckpt:
+        assert ckpt.resume() == 2
+    assert not any(one.quarantined for one in Run(folder).checkpoints())
+
+
+def test_a_hiccup_or_a_newer_version_leaves_no_mark(tmp_path):
+    """One I/O error is nothing but a retry; a checkpoint of a newer version ends the resume, and is not passed over."""
+    folder = tmp_path / "run"
+    trained(folder, 2)
+    hiccup = Fault(1, errno=5, calls=READING, key=".safetensors")
+    with Checkpointer(folder, small()) as ckpt, stores_of_loads(hiccup):
+        assert ckpt.resume() == 2
+    index = saves(folder)[2] / "shardstore.json"
+    data = index.read_bytes()
+    edit_text(index.parent, '"shardstore/1"', '"shardstore/9"')
+    with pytest.raises(UnsupportedVersion):
+        trained(folder, 3)
+    index.write_bytes(data)
     with Checkpointer(folder, small()) as ckpt:
         assert ckpt.resume() == 2
     assert not any(one.quarantined for one in Run(folder).checkpoints())

@@ -1,0 +1,83 @@
+"""Pipeline stages: ranks with different keys make one checkpoint, and any cut of the model loads from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardstore
+from tests.ranks.conftest import Ranks
+from tests.ranks.models import print_of, print_of_data
+from tests.ranks.stages import build
+
+
+def united(found: list[dict[str, str]]) -> dict[str, str]:
+    """The prints of all stages, which agree on what they share."""
+    whole: dict[str, str] = {}
+    for one in found:
+        assert all(whole.get(name, value) == value for name, value in one.items())
+        whole |= one
+    return whole
+
+
+CUTS = [(2, 2, False), (3, 3, False), (4, 2, False), (4, 2, True)]
+
+
+@pytest.mark.parametrize(("size", "stages", "fsdp"), CUTS)
+def test_stages_load_as_stages_whole_and_as_data(tmp_path: Path, ranks: Ranks, size: int, stages: int, fsdp: bool):
+    """Weights and moments come back bit-equal: into the same stages, into whole models on other numbers of ranks, into
+    one process, and as data; what two stages share is stored once."""
+    url = str(tmp_path / "c")
+    saved = ranks.run("save_stages", size, url=url, stages=stages, fsdp=fsdp)
+    assert all(one["digest"] for one in saved), saved
+    whole = united([one["print"] for one in saved])
+    again = ranks.run("load_stages", size, url=url, stages=stages, fsdp=fsdp)
+    assert again == [one["print"] for one in saved]
+    assert ranks.run("load_whole", 2, url=url, stages=stages) == [whole] * 2
+    alone = build(stages, seed=1, trained=0, whole=True)
+    shardstore.load(url, into=alone)
+    assert print_of(alone) == whole
+    assert print_of_data(shardstore.load(url)) == whole
+    stored = [path for path in shardstore.open(url) if path.startswith("model/")]
+    assert len(stored) == len({name for name in whole if name.startswith("model.")})
+    assert shardstore.verify(url).ok
+
+
+def test_another_number_of_stages_loads(tmp_path: Path, ranks: Ranks):
+    """Two stages save; one rank of each of two other cuts loads: the whole model's checkpoint into stages."""
+    url = str(tmp_path / "c")
+    state = build(2, whole=True)
+    shardstore.save(state, url)
+    names = print_of(state)
+    outcomes = ranks.run("load_stages_of_whole", 2, url=url, stages=2)
+    for one in outcomes:
+        assert one == {name: names[name] for name in one}
+
+
+def test_an_optimizer_that_never_stepped_comes_back_so(tmp_path: Path, ranks: Ranks):
+    """Stages whose optimizers have no state yet: none is invented, neither at the save nor at the load."""
+    url = str(tmp_path / "c")
+    saved = ranks.run("save_stages", 2, url=url, stages=2, trained=0)
+    loaded = ranks.run("load_stages", 2, url=url, stages=2)
+    assert loaded == [one["print"] for one in saved]
+    assert not any(name.startswith("optimizer") for name in united(loaded))
+    assert shardstore.load(url)["optimizer"]["state"] == {}
+
+
+def test_stages_that_disagree_on_what_they_share_are_refused(tmp_path: Path, ranks: Ranks):
+    """An embedding that two stages hold with different values is named, with the remedy; nothing is written."""
+    found: list[dict[str, Any]] = ranks.run("unequal_stages", 2, url=str(tmp_path / "c"))
+    assert all(one["error"] == "UnsupportedState" for one in found)
+    assert all("model/embedding.weight" in one["text"] and "PerRank" in one["text"] for one in found)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_stage_still_misses_what_it_wants(tmp_path: Path, ranks: Ranks):
+    """What a stage has and the checkpoint lacks is an error, though what it lacks is not."""
+    url = str(tmp_path / "c")
+    ranks.run("save_stages", 2, url=url, stages=2)
+    found = ranks.run("load_more", 2, url=url)
+    assert found[0]["error"] == "Mismatch"
+    assert "layer9" in found[0]["text"]
