@@ -9,35 +9,23 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import secrets
-import shutil
-import warnings
 import zipfile
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import IO, Any, cast
 
 import torch
 
-from shardstore.errors import (
-    CheckpointExists,
-    Damaged,
-    ShardstoreError,
-    StoreError,
-    Unfinished,
-    UnsupportedState,
-    from_os_error,
-)
+from shardstore.errors import Damaged, StoreError, Unfinished, UnsupportedState
 from shardstore.formats import dcp_metadata
 from shardstore.formats.dcp_metadata import Metadata, Place, TensorEntry
 from shardstore.formats.files import ForeignFile
-from shardstore.formats.plain import plain, refuse
 from shardstore.formats.port import Foreign, Options
-from shardstore.memory import load, single, slices
+from shardstore.memory import single, slices
 from shardstore.specs import Lazy, TensorSpec
 from shardstore.tree.tensors import NAMES
 
 NAME = "dcp"
+_READ = 1 << 20
 
 
 class DcpFormat:
@@ -59,57 +47,45 @@ class DcpFormat:
         """Open a folder. Plain values are read at once."""
         where = os.path.join(path, dcp_metadata.NAME)
         if not os.path.lexists(where):
+            if os.path.lexists(os.path.join(path, f"__0{dcp_metadata.NAME}")):
+                raise UnsupportedState(f"{path!r} was saved with use_collectives=False: each rank has its own", path="")
             raise Unfinished(f"{path!r} has no {dcp_metadata.NAME}, which DCP writes last: the save did not finish")
-        found = Foreign(self.name, path, {})
-        with found.files:
-            with ForeignFile(where) as file:
-                if file.nbytes > dcp_metadata.MAX_BYTES:
-                    raise Damaged(f"{where} has {file.nbytes} bytes, more than is allowed", file=where)
-                metadata = dcp_metadata.parse(file.read(0, file.nbytes), where)
-            found.state = _state(metadata, _Items(path, found))
-            found.files = found.files.pop_all()
-        return found
+        with ForeignFile(where) as file:
+            if file.nbytes > dcp_metadata.MAX_BYTES:
+                raise Damaged(f"{where} has {file.nbytes} bytes, more than is allowed", file=where)
+            metadata = dcp_metadata.parse(file.read(0, file.nbytes), where)
+        return Foreign(self.name, path, _state(metadata, _Items(path)))
 
     def write(self, state: Any, path: str, options: Options) -> None:  # noqa: ARG002 - the port
-        """Write through `dcp.save`, as one process, into a folder that is renamed when it is whole.
+        """Write through `dcp.save`, as one process.
 
         DCP holds dicts with text as keys, lists, tensors, and values that `torch.load(weights_only=True)` takes.
         """
-        lazy: dict[int, Lazy] = {}
-        prepared = _prepared(plain(state), "", lazy)
-        if os.path.lexists(path):
-            raise CheckpointExists(f"{path!r} is there already: choose another place")
-        made = f"{path.rstrip('/')}.{secrets.token_hex(4)}.tmp"
-        try:
-            os.mkdir(made)
-            _save(prepared, lazy, made)
-            _sync(made)
-            os.rename(made, path)
-            _sync(os.path.dirname(os.path.abspath(path)), files=False)
-        except OSError as error:
-            raise from_os_error(error, "writing", path) from error
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+        from shardstore.formats.dcp_write import write  # which takes half a second to import
 
-
-# ------------------------------------------------------------------------------------------------ reading
+        write(state, path)
 
 
 class _Items:
-    """The files of a folder, opened when they are needed first."""
+    """The files of a folder. Each is open only while it is read: there may be one for each of thousands of ranks."""
 
-    def __init__(self, path: str, owner: Foreign) -> None:
-        self._path, self._owner = path, owner
-        self._files: dict[str, ForeignFile] = {}
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._sizes: dict[str, int] = {}
 
     def load(self, place: Place, name: str) -> Any:
         """One item, as torch reads it with `weights_only=True`. `name` is what it is called in errors."""
         where = os.path.join(self._path, place.file)
-        window = _Window(self.file(place), place)
         try:
-            _check_zip(window)
-            return torch.load(cast("IO[bytes]", window), map_location="cpu", weights_only=True)
-        except StoreError:
+            with ForeignFile(where) as file:
+                if file.read(8, min(1, file.nbytes)) == b"{":
+                    raise UnsupportedState(
+                        f"{where} is of SerializationFormat.SAFETENSORS: save it anew without", path=""
+                    )
+                window = _Window(file, place)
+                _check_zip(window)
+                return torch.load(cast("IO[bytes]", window), map_location="cpu", weights_only=True)
+        except (StoreError, UnsupportedState):
             raise
         except Exception as error:
             if type(error).__name__ == "UnpicklingError":
@@ -120,16 +96,14 @@ class _Items:
                 ) from None
             raise Damaged(f"{where}: {name!r} can't be read: {error}", file=where, tensors=(name,)) from error
 
-    def file(self, place: Place) -> ForeignFile:
-        """The file of an item, which must be long enough for it."""
-        if place.file not in self._files:
-            path = os.path.join(self._path, place.file)
-            self._files[place.file] = self._owner.files.enter_context(ForeignFile(path))
-        found = self._files[place.file]
-        if place.offset + place.nbytes > found.nbytes:
-            end = place.offset + place.nbytes
-            raise Damaged(f"{found.path} ends at byte {found.nbytes}, an item of it at {end}", file=found.path)
-        return found
+    def check(self, place: Place) -> None:
+        """That the file of an item is there, and long enough for it. Raises StoreError, Damaged."""
+        path, end = os.path.join(self._path, place.file), place.offset + place.nbytes
+        if place.file not in self._sizes:
+            with ForeignFile(path) as file:
+                self._sizes[place.file] = file.nbytes
+        if end > self._sizes[place.file]:
+            raise Damaged(f"{path} ends at byte {self._sizes[place.file]}, an item of it at {end}", file=path)
 
 
 class _Window(io.RawIOBase):
@@ -163,11 +137,18 @@ class _Window(io.RawIOBase):
 
 
 def _check_zip(window: _Window) -> None:
-    """That an item is a zip file of stored, not packed, members: then it can't grow beyond its bytes."""
+    """That an item is a zip file of stored, not packed, members, which can't grow, and whose CRCs are right.
+
+    Torch writes CRCs, unless it is told not to, and looks at none.
+    """
     with zipfile.ZipFile(window) as archive:
-        members = archive.infolist()
-    if any(one.compress_type != zipfile.ZIP_STORED or one.file_size != one.compress_size for one in members):
-        raise ValueError("its members are packed, which torch does not do")
+        for member in archive.infolist():
+            if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
+                raise ValueError("its members are packed, which torch does not do")
+            if member.CRC:
+                with archive.open(member) as opened:
+                    while opened.read(_READ):  # raises at the end where the CRC is another one
+                        pass
     window.seek(0)
 
 
@@ -206,9 +187,8 @@ def _spec(tensor: torch.Tensor) -> TensorSpec:
 def _state(metadata: Metadata, items: _Items) -> dict[str, Any]:
     """The nested state."""
     tensors = {name: DcpTensor(name, entry, items) for name, entry in metadata.tensors.items()}
-    for entry in metadata.tensors.values():
-        for _, place in entry.parts:
-            items.file(place)
+    for place in [*metadata.values.values(), *(place for one in metadata.tensors.values() for _, place in one.parts)]:
+        items.check(place)
     root: dict[str | int, Any] = {}
     for name, path in metadata.paths.items():
         value = tensors[name] if name in tensors else items.load(metadata.values[name], name)
@@ -242,87 +222,3 @@ def _torn(name: str) -> Damaged:
     return Damaged(
         f"{dcp_metadata.NAME}: the place of {name[:80]!r} in the state makes no sense", file=dcp_metadata.NAME
     )
-
-
-# ------------------------------------------------------------------------------------------------ writing
-
-
-def _prepared(value: Any, path: str, lazy: dict[int, Lazy]) -> Any:
-    """What `dcp.save` is given. Where it takes a state apart, a lazy tensor is one without memory, noted in `lazy`."""
-    if isinstance(value, Lazy):
-        stand_in = torch.empty(value.spec.shape, dtype=getattr(torch, value.spec.dtype), device="meta")
-        lazy[id(stand_in)] = value
-        return stand_in
-    if isinstance(value, torch.Tensor):
-        return _dense(value, path)
-    if type(value) in (dict, OrderedDict):
-        if not value:
-            raise refuse(NAME, path, "DCP drops empty dicts; leave it out")
-        return {_key(key, path): _prepared(item, f"{path}.{key}".lstrip("."), lazy) for key, item in value.items()}
-    if type(value) is list:
-        return [_prepared(item, f"{path}.{at}", lazy) for at, item in enumerate(value)]
-    return _value(value, path)
-
-
-def _dense(tensor: torch.Tensor, path: str) -> torch.Tensor:
-    if tensor.layout is not torch.strided:
-        raise refuse(NAME, path, "it is sparse; make it dense first")
-    return tensor.detach()
-
-
-def _key(key: Any, path: str) -> str:
-    if type(key) is not str:
-        raise refuse(NAME, path, f"DCP makes text of keys, and this is {key!r:.40}")
-    return key
-
-
-def _value(value: Any, path: str) -> Any:
-    """A value that is pickled whole, and must come back by `weights_only=True`: lazy tensors in it are loaded."""
-    if isinstance(value, Lazy):
-        return load(value)
-    if isinstance(value, torch.Tensor):
-        return _dense(value, path)
-    if type(value) is tuple:
-        return tuple(_value(item, path) for item in value)
-    if type(value) is list:
-        return [_value(item, path) for item in value]
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, _value(item, path)) for key, item in value.items())
-    if value is None or type(value) in (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device):
-        return value
-    raise refuse(NAME, path, f"a {type(value).__name__} would not load again without running code; convert it first")
-
-
-def _save(prepared: dict[str, Any], lazy: dict[int, Lazy], folder: str) -> None:
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    class Planner(DefaultSavePlanner):
-        """Loads each tensor when it is its turn."""
-
-        def lookup_object(self, index: Any) -> Any:
-            found = super().lookup_object(index)
-            return load(lazy[id(found)]) if id(found) in lazy else found
-
-    writer = FileSystemWriter(folder, sync_files=False)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            save(prepared, storage_writer=writer, planner=Planner(), no_dist=True)
-    except CheckpointException as error:  # no Exception: nobody above would catch it
-        first = next(iter(error.failures.values()), (error,))[0]
-        if isinstance(first, ShardstoreError | OSError):
-            raise first from None
-        raise refuse(NAME, "the state", str(first)) from None
-
-
-def _sync(folder: str, *, files: bool = True) -> None:
-    """Flush a folder and what lies in it: DCP itself does so before all is written."""
-    for name in [*(os.listdir(folder) if files else ()), ""]:
-        fd = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)

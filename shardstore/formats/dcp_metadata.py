@@ -17,7 +17,8 @@ from shardstore.specs import DTYPES, Box, Shape, TensorSpec, covers
 from shardstore.storage import check_key
 
 NAME = ".metadata"
-MAX_BYTES = 1 << 29
+MAX_BYTES = 1 << 28
+MAX_DEPTH = 200
 MAX_DIMS = 64
 
 _CLASSES = "torch.distributed.checkpoint.metadata"
@@ -103,7 +104,11 @@ class _Parser:
         paths: dict[str, tuple[str | int, ...]] = {}
         for name in entries:
             path = said.get(name, (name,))
-            if type(path) is not tuple or not path or any(type(part) not in (str, int) for part in path):
+            if (
+                type(path) is not tuple
+                or not 0 < len(path) <= MAX_DEPTH
+                or any(type(part) not in (str, int) for part in path)
+            ):
                 self._bad(f"the path of {name[:80]!r} is none")
             paths[name] = path
         return paths

@@ -21,7 +21,7 @@ from shardstore.storage import Body, Bytes, LocalStore, check_key
 
 NAME = "huggingface"
 SINGLE = "model.safetensors"
-MAX_INDEX = 256 * 1024 * 1024
+MAX_INDEX = 64 * 1024 * 1024
 
 
 class HuggingFaceFormat:

@@ -47,6 +47,8 @@ def detect(url: str) -> Format:
     for one in FORMATS.values():
         if one is not store and one.recognises(path):
             return one
+    if os.path.isdir(path):
+        return store  # which tells what lies there instead: a save that did not finish, checkpoints further down
     if not os.path.exists(path):
         raise CheckpointNotFound(f"there is nothing at {path!r}")
     raise UnsupportedState(

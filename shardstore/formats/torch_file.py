@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle  # for the name of an error: torch's restricted reader raises it
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -28,11 +29,13 @@ from shardstore.specs import Lazy, TensorSpec
 from shardstore.tree.tensors import NAMES, class_name
 
 ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".tar")
-_MOST = 50_000_000
+_MOST = 2_000_000
+"""Containers and tensors that a file may stand for."""
+_ATOMS = {int, float, bool, str, bytes, complex, type(None)}
 _MULTIARRAY = ("numpy._core.multiarray", "numpy.core.multiarray")  # NumPy 2, and what NumPy 1 calls it
 _KINDS = [
     "Bool", "Int8", "Int16", "Int32", "Int64", "UInt8", "UInt16", "UInt32", "UInt64", "Float16", "Float32", "Float64",
-    "Complex64", "Complex128", "Str", "Bytes",
+    "Complex64", "Complex128",
 ]  # fmt: skip
 
 
@@ -41,7 +44,13 @@ def _numpy() -> list[Any]:
     array, number = np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0]
     named: list[Any] = [(array, f"{module}._reconstruct") for module in _MULTIARRAY]
     named += [(number, f"{module}.scalar") for module in _MULTIARRAY]
+    named.append((_no_bytes, "builtins.bytes"))
     return [np.ndarray, np.dtype, *(getattr(np.dtypes, f"{kind}DType") for kind in _KINDS), *named]
+
+
+def _no_bytes() -> bytes:
+    """The bytes of an empty array, in the form of older Pythons."""
+    return b""
 
 
 class TorchFormat:
@@ -113,7 +122,8 @@ def _opened(file: ForeignFile, archive: Archive | None) -> tuple[Any, int]:
 
 def _restricted(file: ForeignFile, where: str) -> Any:
     """Torch's restricted reader; on `meta` it leaves the storages where they are."""
-    with torch.serialization.safe_globals(_numpy()):
+    with torch.serialization.safe_globals(_numpy()), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that a dtype is experimental
         try:
             with file.opened() as raw:
                 return torch.load(raw, map_location=where, weights_only=True)
@@ -158,15 +168,17 @@ class _Opened:
 
     def value(self, value: Any, path: str) -> Any:
         """A value with lazy tensors. Containers stay of their class; what a dict holds is renewed in place."""
+        if type(value) in _ATOMS:
+            return value
         self._count += 1
         if self._count > _MOST:  # a few shared lists in each other can stand for more than any memory holds
-            raise UnsupportedState(f"{self._file.path} stands for more than {_MOST:,} values", path=path)
+            raise UnsupportedState(f"{self._file.path} stands for more than {_MOST:,} lists and tensors", path=path)
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if isinstance(value, dict):
             for key in value:
                 value[key] = self.value(value[key], f"{path}.{key}" if path else f"{key}")
-        elif type(value) in (list, tuple):
+        elif type(value) in (list, tuple) and not set(map(type, value)) <= _ATOMS:
             return type(value)(self.value(item, f"{path}.{at}") for at, item in enumerate(value))
         elif isinstance(value, torch.UntypedStorage | torch.TypedStorage):
             raise UnsupportedState(f"{path}: a bare storage can't be taken over; save a tensor", path=path)

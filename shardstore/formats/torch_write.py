@@ -67,11 +67,13 @@ def _why_not(value: Any, cls: type) -> str:
         odd = isinstance(value, torch.Tensor) and value.layout is not torch.strided
         return "a tensor that is not strided is not streamed; save its parts" if odd else ""
     if isinstance(value, np.ndarray | np.generic):
-        fine = value.dtype.kind in "biufcSU"
+        fine = value.dtype.kind in "biufc"
         return "" if fine else f"NumPy's {value.dtype} is not read without running code; store numbers"
     if cls is int:
         fine = value.bit_length() <= _INT_BITS
         return "" if fine else "an int that large is not read with weights_only=True; store it as text"
+    if cls is bytes and not value:
+        return "no bytes at all are not read with weights_only=True; store None"
     return "" if cls in _PLAIN else f"a {class_name(value)} is not read with weights_only=True; store plain values"
 
 

@@ -46,7 +46,13 @@ class Archive:
         self.storages = {one.offset: one for one in self.records.values() if one.name.startswith("data/")}
 
     def _record(self, info: zipfile.ZipInfo) -> Record:
-        path = self.file.path
+        path, name = self.file.path, info.filename.partition("/")[2]
+        if name in _TORCHSCRIPT or name.startswith("code/"):
+            raise UnsupportedState(
+                f"{path} is a TorchScript program, which is code with weights in it, and no code is run here: where "
+                "you trust it, save torch.jit.load(...).state_dict() by torch.save",
+                path="",
+            )
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
             raise UnsupportedState(
                 f"{path}: {info.filename!r} is compressed or encrypted, which torch.save never does: load it with "
@@ -60,16 +66,10 @@ class Archive:
         offset = info.header_offset + _LOCAL_HEADER + names + extra
         if offset + info.file_size > self.file.nbytes:
             raise Damaged(f"{path}: {info.filename!r} goes beyond the end of the file", file=path)
-        return Record(info.filename.partition("/")[2], offset, info.file_size, info.CRC)
+        return Record(name, offset, info.file_size, info.CRC)
 
     def _check(self) -> None:
         path = self.file.path
-        if self.records.keys() & _TORCHSCRIPT or any(name.startswith("code/") for name in self.records):
-            raise UnsupportedState(
-                f"{path} is a TorchScript program, which is code with weights in it, and no code is run here: where "
-                "you trust it, save torch.jit.load(...).state_dict() by torch.save",
-                path="",
-            )
         if "data.pkl" not in self.records:
             raise Damaged(f"{path} is a zip archive, but not one of torch.save: it has no data.pkl", file=path)
         if "byteorder" in self.records and self.read("byteorder", 6) != b"little":

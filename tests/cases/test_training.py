@@ -246,7 +246,7 @@ def test_P04_moments_keep_their_own_dtype(tmp_path: Path, weights: torch.dtype, 
 
 
 def test_wrapped_models_and_plain_state_dicts_mix(tmp_path: Path):
-    """Saved from objects and loaded as data: names, not numbers; into a wrapped model; data is no optimizer's state."""
+    """Saved from objects and loaded as data: names, not numbers; such data, saved again, fills a wrapped model."""
     state = build("adamw", "none")
     train(**state, steps=range(3))
     shardstore.save({"model": state["model"], "optimizer": state["optimizer"]}, tmp_path / "c")
@@ -257,10 +257,15 @@ def test_wrapped_models_and_plain_state_dicts_mix(tmp_path: Path):
     fresh = build("adamw", "none", "rotated", seed=8)
     wrapped = {"model": nn.DataParallel(fresh["model"]), "optimizer": fresh["optimizer"]}
     shardstore.save(plain, tmp_path / "d")
+    numbered = {"model": plain["model"], "optimizer": state["optimizer"].state_dict()}
+    shardstore.save(numbered, tmp_path / "e")
     with pytest.raises(Mismatch, match="optimizer"):
-        shardstore.load(tmp_path / "d", into=wrapped)
-    shardstore.load(tmp_path / "d", into={"model": wrapped["model"]})
+        shardstore.load(tmp_path / "e", into=wrapped)
+    shardstore.load(tmp_path / "d", into=wrapped)
     assert_same(dict(fresh["model"].state_dict()), dict(state["model"].state_dict()))
+    moments = [state["optimizer"].state[p] for p in state["model"].parameters() if p in state["optimizer"].state]
+    loaded = [fresh["optimizer"].state[p] for p in fresh["model"].parameters() if p in fresh["optimizer"].state]
+    assert_same(list(map(dict, loaded)), list(map(dict, moments)))
     shardstore.load(tmp_path / "c", into=wrapped)
     assert train(**fresh, steps=range(3, 9)) == train(**state, steps=range(3, 9))
 

@@ -103,6 +103,15 @@ def test_equal_digests_are_not_read(shm_path: Path, monkeypatch: pytest.MonkeyPa
     assert read < 28_000_000  # 4.8 MB of each, twice, and headers; all of it would be more than 38 MB
 
 
+def test_equal_blocks_with_tensors_in_other_places(shm_path: Path):
+    """Blocks with the same digests hold two tensors under swapped names: they are not taken for equal."""
+    pad, one, two = torch.zeros(1_500_000), torch.full((4,), 1.0), torch.full((4,), 2.0)
+    shardstore.save({"model": {"pad": pad, "x": one, "y": two}}, shm_path / "a", shards=1)
+    shardstore.save({"model": {"pad": pad, "y": one, "x": two}}, shm_path / "b", shards=1)
+    found = formats.diff(shm_path / "a", shm_path / "b")
+    assert sorted(paths(found.tensors)) == ["model/x", "model/y"]
+
+
 def test_equal_digests_of_a_damaged_shard_say_what_was_saved(shm_path: Path):
     """Digests tell what was saved: damage on the disk is `verify`'s to find, and no difference between the two."""
     for name in "ab":

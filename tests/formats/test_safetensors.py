@@ -74,9 +74,13 @@ def test_the_index_is_that_of_transformers(shm_path: Path):
 
 
 def test_safetensors_reads_odd_orders(shm_path: Path):
-    """Tensors lie widest first, so that the library finds them aligned in whatever order the state has them."""
+    """Tensors lie widest first, so that each is aligned, in whatever order the state has them."""
     state = {"a": torch.ones(3, dtype=torch.uint8), "b": torch.ones(5, dtype=torch.float64), "c": torch.ones(1).half()}
     write(state, shm_path / "one.safetensors", "safetensors")
+    data = (shm_path / "one.safetensors").read_bytes()
+    head, _ = parts_of(data)
+    assert [head[name]["data_offsets"][0] % size for name, size in (("b", 8), ("c", 2))] == [0, 0]
+    assert (len(data) - 40 - 2 - 3) % 64 == 0
     found = safetensors.torch.load_file(shm_path / "one.safetensors")
     assert_same({name: found[name] for name in state}, state)
 
