@@ -99,15 +99,16 @@ class Carrier:
         self._stopped = False
         self._socket: socket.socket | None = None
         self._future: Future[Any] | None = None
+        self._task: asyncio.Task[Any] | None = None
 
     def wait(self, start: Start, work: Awaitable[T]) -> T:
         """Run a coroutine by `start`, on an event loop, do here what it hands over, and return what it returns.
 
         When this returns or raises, by an interrupt too, nobody uses the memory of a body any more.
         """
-        future = start(self._under(work))
-        future.add_done_callback(lambda _: self._jobs.put(None))
         try:
+            future = start(self._under(work))
+            future.add_done_callback(lambda _: self._jobs.put(None))
             with self._lock:
                 self._future = future
                 if self._stopped:
@@ -116,7 +117,7 @@ class Carrier:
                 job()
             result, error = future.result()
         except BaseException:
-            future.cancel()
+            start(self._break_off()).result()
             raise
         if error is not None:
             raise error
@@ -125,10 +126,18 @@ class Carrier:
     async def _under(self, work: Awaitable[T]) -> tuple[list[T], Exception | None]:
         """Never raises, since nobody hears it once the future was cancelled, and the loop would complain."""
         current.set(self)
+        self._task = asyncio.current_task()
         try:
             return [await work], None
         except Exception as error:  # noqa: BLE001 - raised by the waiting thread
             return [], error
+
+    async def _break_off(self) -> None:
+        """End the task, and wait for its end: where the event loop moves bodies, it uses their memory until then."""
+        if self._task is not None:
+            if not self._task.cancelling():
+                self._task.cancel()
+            await asyncio.wait([self._task])
 
     async def hand_over(self, work: Callable[[], T]) -> T:
         """Let the waiting thread do some work."""
@@ -260,6 +269,8 @@ class _Exchange:
         self._connection, self._carrier, self._read_seconds = connection, carrier, read_seconds
         self._socket = connection.sock
         self._deadline = time.monotonic() + carrier.seconds
+        self._watch = select.poll()
+        self._watch.register(self._socket, select.POLLIN | select.POLLOUT)
         self._sent = False
         self.reusable = False
         carrier.filled = False
@@ -280,14 +291,28 @@ class _Exchange:
                 self._connection.putheader(name, value)
         try:
             self._connection.endheaders()
-            for chunk in body if isinstance(body, Payload) else (body,) if body else ():
-                if _readable(self._socket):
+            for chunk in body if isinstance(body, Payload) else (memoryview(body),) if body else ():
+                if not self._push(chunk):
                     return
-                self._hurry()
-                self._socket.sendall(chunk)
             self._sent = True
         except (BrokenPipeError, ConnectionResetError):
             pass  # it may have said why
+
+    def _push(self, chunk: memoryview) -> bool:
+        """Send all of it; False as soon as there is an answer. TLS has talk of its own, which looks like one."""
+        if isinstance(self._socket, ssl.SSLSocket):
+            self._hurry()
+            self._socket.sendall(chunk)
+            return True
+        while chunk:
+            self._hurry()
+            ready = dict(self._watch.poll(1000 * (self._socket.gettimeout() or 0)))
+            if not ready:
+                raise TimeoutError
+            if ready[self._socket.fileno()] & select.POLLIN:
+                return False
+            chunk = chunk[self._socket.send(chunk) :]
+        return True
 
     def receive(self) -> Answer:
         """Read the answer; its body goes into the carrier's buffers if it is what they wait for."""

@@ -198,6 +198,8 @@ class _Part:
         else:
             ended()
             self.sent.set_result(answer)
+        finally:
+            self._payload = Payload([])  # its buffers are not needed any more, and may be many
 
     def _send(self) -> dict[str, Any]:
         size = len(self._payload)

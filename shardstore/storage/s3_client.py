@@ -21,6 +21,7 @@ import stamina
 from shardstore.errors import CheckpointExists, InvalidArgument, KeyMissing, StoreError, StoreUnavailable
 from shardstore.events import Listener, Noticed, Retried
 from shardstore.storage.carrying import Carrier
+from shardstore.storage.late import outlive_main
 
 T = TypeVar("T")
 
@@ -211,6 +212,7 @@ def _file_system(options: Mapping[str, Any], config: dict[str, Any]) -> Any:
             except TypeError as error:
                 raise InvalidArgument(f"storage_options do not fit s3fs: {error}") from error
             made.shardstore_renewing = asyncio.Lock()
+            outlive_main(made.loop)
             while len(_shared) >= _MOST_SHARED:
                 del _shared[next(iter(_shared))]
             _shared[name] = made, options  # objects among the options must live on, else their names are used again

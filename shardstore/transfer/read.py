@@ -6,6 +6,7 @@ block per thread and reach their memory only after the block's digest was found 
 
 from __future__ import annotations
 
+import mmap
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +59,7 @@ class Reader:
         self._threads = threads
         self._reporter = reporter
         self._keep_going = keep_going
-        self._new_buffer = buffer or (lambda nbytes: memoryview(bytearray(nbytes)))
+        self._new_buffer = buffer or _untouched
         self._digest_bytes = DIGEST_BYTES[index.hash]
         self._local = threading.local()
         self._lock = threading.Lock()
@@ -150,6 +151,11 @@ class Reader:
             self.outcome.bad.setdefault(job.file, []).append(number)
         if not self._keep_going:
             raise damaged(self._index, job.file, [number])
+
+
+def _untouched(nbytes: int) -> memoryview:
+    """A buffer that takes room only where it is written to: most of a block goes past it."""
+    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def _within(segments: Sequence[Segment], begin: int, size: int) -> Iterator[Segment]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from aiobotocore.httpsession import AIOHTTPSession
 
 from shardstore.events import to_log
 from shardstore.storage.s3 import S3Store
@@ -34,6 +35,15 @@ class TestThroughAProxy(_OneRace):
     @pytest.fixture
     def make_store(self, place: Place, proxy: FaultProxy) -> MakeStore:
         return lambda: S3Store(place.url, options_for(proxy.url), to_log)
+
+
+class TestByTheEventLoop(_OneRace):
+    """Bodies on the event loop of s3fs, as with old releases of it, and with sessions that people bring."""
+
+    @pytest.fixture
+    def make_store(self, place: Place, seaweed: Weed) -> MakeStore:
+        options = options_for(seaweed.s3, config_kwargs={"http_session_cls": AIOHTTPSession})
+        return lambda: S3Store(place.url, options, to_log)
 
 
 class TestOnTrouble(_OneRace):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import stamina
+from aiobotocore.httpsession import AIOHTTPSession
 
 import shardstore
 from shardstore.check import plan_leftovers
@@ -539,8 +540,12 @@ def test_O15_an_upload_that_can_not_begin(place: Place, proxy: FaultProxy, optio
     assert settled(place, None) is None
 
 
-def test_O15_an_interrupt_in_the_midst_of_parts(place: Place, proxy: FaultProxy, options: dict[str, Any]):
+@pytest.mark.parametrize("session", [{}, {"http_session_cls": AIOHTTPSession}], ids=["threads", "event loop"])
+def test_O15_an_interrupt_in_the_midst_of_parts(
+    place: Place, proxy: FaultProxy, options: dict[str, Any], session: dict[str, Any]
+):
     """Ctrl-C while parts are on their way: they are broken off, and the upload is aborted."""
+    options["config_kwargs"] |= session
     hold = Hold()
 
     def body() -> Iterator[memoryview]:
