@@ -4,6 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?= -n 2
 BENCH_ARGS ?=
+TASK ?=
 TORTURE_ARGS ?=
 
 PY := .venv/bin/python
@@ -14,7 +15,7 @@ PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-input --root-us
 
 help: ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
-	@echo "variables: TORCH=$(TORCH) PYTHON=$(PYTHON) PYTEST_ARGS='$(PYTEST_ARGS)' BENCH_ARGS='$(BENCH_ARGS)' TORTURE_ARGS='$(TORTURE_ARGS)'"
+	@echo "variables: TORCH=$(TORCH) PYTHON=$(PYTHON) PYTEST_ARGS='$(PYTEST_ARGS)' BENCH_ARGS='$(BENCH_ARGS)' TASK=$(TASK) TORTURE_ARGS='$(TORTURE_ARGS)'"
 
 demo: .venv/.ready ## train, resume bit for bit, damage a copy, kill, stop, fork a run; figures in demo.json
 	$(PY) examples/demo.py --json demo.json --plot demo.png
@@ -33,11 +34,11 @@ check: .venv/.ready ## format, lint, types, layers, sizes, docs
 	@! find shardstore -name '*.py' -exec awk 'FNR == 401 {print FILENAME ": more than 400 lines"}' {} + | grep .
 	$(PY) docs/check.py
 
-bench: .venv/.bench ## measure beside the peers and the bare system calls
-	$(PY) -m benchmarks $(BENCH_ARGS)
+bench: .venv/.bench ## measure beside the peers and the bare system calls; TASK=save for one task
+	$(PY) -m benchmarks $(if $(TASK),--tasks $(TASK)) $(BENCH_ARGS)
 
-bench-all: .venv/.bench ## the same, and to and from an S3 server
-	$(PY) -m benchmarks --all-tasks $(BENCH_ARGS)
+bench-all: .venv/.bench ## the same for all states, also to and from an S3 server, and how cost grows
+	$(PY) -m benchmarks --all $(BENCH_ARGS)
 
 format: .venv/.ready ## format the code and mend what ruff can mend
 	$(PY) -m ruff check --fix-only .
@@ -78,4 +79,4 @@ endif
 
 # Without its peers the benchmark leaves their rows out.
 .venv/.bench: .venv/.ready
-	@$(PIP) -e '.[bench]' && touch $@ || echo "no peers for S3: their rows will be left out"
+	@$(PIP) -e '.[bench]' && touch $@ || echo "no peers: their rows will be left out"

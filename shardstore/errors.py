@@ -161,11 +161,13 @@ class PeerError(ShardstoreError):
     """Another rank failed, died, or did not come in time.
 
     `ranks`: which, by their numbers in the group. `phase`: what was going on. `settled`: rank 0 has given up, too.
+    `lost`: rank 0 had this rank's result and can't be heard any more, so that it may have gone on.
     """
 
     ranks: tuple[int, ...] = ()
     phase: str = ""
     settled: bool = False
+    lost: bool = False
 
 
 class CommitUnknown(ShardstoreError):

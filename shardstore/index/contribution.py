@@ -20,12 +20,14 @@ class Contribution:
     `parts`: boxes of pieces that are no whole tensors, by file and position. `nodes`: skeletons of the values of its
     PerRanks, by path; `own`: path and spec of the tensors in them. A piece of the tensor `own[k]` has the number
     `count + k`, where `count` is that of the tensors that the ranks share.
+    `compared`: number, box and digest of parts of which other ranks may have equal ones.
     """
 
     files: list[FileEntry]
     parts: dict[int, dict[int, Box]] = field(default_factory=dict)
     nodes: dict[str, Any] = field(default_factory=dict)
     own: list[tuple[str, TensorSpec]] = field(default_factory=list)
+    compared: list[tuple[int, Box, str]] = field(default_factory=list)
 
 
 class _Raw(msgspec.Struct, forbid_unknown_fields=True):
@@ -34,13 +36,15 @@ class _Raw(msgspec.Struct, forbid_unknown_fields=True):
     parts: list[RawPart]
     nodes: dict[str, Any]
     own: list[tuple[str, str, list[int]]]
+    compared: list[tuple[int, list[int], list[int], str]]
 
 
 def dump_contribution(given: Contribution) -> bytes:
     """As bytes."""
     boxes, parts = pack_parts(given.parts, given.files)
     own = [(path, spec.dtype, list(spec.shape)) for path, spec in given.own]
-    return msgspec.json.encode(_Raw(list(map(raw_file, given.files)), boxes, parts, given.nodes, own))
+    compared = [(number, list(box.origin), list(box.shape), digest) for number, box, digest in given.compared]
+    return msgspec.json.encode(_Raw(list(map(raw_file, given.files)), boxes, parts, given.nodes, own, compared))
 
 
 def parse_contribution(data: bytes, algorithm: str, rank: int) -> Contribution:
@@ -52,4 +56,5 @@ def parse_contribution(data: bytes, algorithm: str, rank: int) -> Contribution:
         raise Damaged(f"{where} is not understood: {error}") from None
     own = [(path, TensorSpec(dtype, tuple(shape))) for path, dtype, shape in raw.own]
     files = [file_entry(file, algorithm, where) for file in raw.files]
-    return Contribution(files, unpack_parts(raw.boxes, raw.parts, files, where), raw.nodes, own)
+    compared = [(number, Box(tuple(origin), tuple(shape)), digest) for number, origin, shape, digest in raw.compared]
+    return Contribution(files, unpack_parts(raw.boxes, raw.parts, files, where), raw.nodes, own, compared)

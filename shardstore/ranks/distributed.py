@@ -10,10 +10,12 @@ and so must not be left to ranks that have failed at different times or belong t
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -67,15 +69,17 @@ def distributed(group: Any, purpose: str) -> Ranks:
 
 @dataclass
 class _Line:
-    """The group over which one purpose of one process group talks. `world`: kept, so that its id stays its own."""
+    """The group over which one purpose of one process group talks."""
 
-    world: Any
     tag: str
     group: Any
     calls: int = 0
 
 
-_lines: dict[tuple[int, str], _Line] = {}
+# By process group and purpose. A group of torch's that is destroyed takes its lines along: its threads must not live to
+# see the interpreter end, which aborts the process.
+_lines: MutableMapping[Any, dict[str, _Line]] = weakref.WeakKeyDictionary()
+atexit.register(_lines.clear)
 _turns: dict[str, int] = {}  # by name: the last line that this rank has made, or tried to
 
 
@@ -85,9 +89,16 @@ class Star:
     def __init__(self, world: Any, rank: int, size: int, purpose: str) -> None:
         self.rank = rank
         self.size = size
-        self._world = world
+        self._group = weakref.ref(world)
         self._purpose = purpose
         self._mine: _Line | None = None
+
+    @property
+    def _world(self) -> Any:
+        world = self._group()
+        if world is None:
+            raise InvalidArgument("the process group has been destroyed")
+        return world
 
     def members(self) -> Sequence[int]:
         """The global number of every rank of the group."""
@@ -215,19 +226,17 @@ class Star:
     def _line(self, phase: str) -> _Line:
         """The line of this call. One that a rank has given up on is left for a new one when a call begins."""
         if self._mine is None:
-            found = _lines.get(self._key)
-            if found is not None and self._given_up(found.tag) is not None:
-                found = None
-            self._mine = _lines[self._key] = found or self._assemble(phase)
+            lines = _lines.setdefault(self._world, {})
+            found = lines.get(self._purpose)
+            late = None if found is None else self._given_up(found.tag)
+            if found is None or late is not None:
+                found = self._assemble(phase, late)
+            self._mine = lines[self._purpose] = found
         return self._mine
 
-    @property
-    def _key(self) -> tuple[int, str]:
-        return id(self._world), self._purpose
-
-    def _assemble(self, phase: str) -> _Line:
+    def _assemble(self, phase: str, late: PeerError | None) -> _Line:
         """Make a line. Waits in the store until every rank is here, since gloo can't say who is missing."""
-        limit, tag = timedelta(seconds=seconds()), self._tag(phase)
+        limit, tag = timedelta(seconds=seconds()), self._tag(phase, late)
         self._note(tag, 0)
         try:
             store = _store()
@@ -237,23 +246,22 @@ class Star:
         except RuntimeError as error:
             absent = self._absent(tag, 0)
             others = [rank for rank in range(self.size) if rank != self.rank]
-            late = self._late(phase, absent) if absent else self._error(phase, others, "can't be reached")
-            self._give_up(tag, late)
-            raise late from error
-        return _Line(self._world, tag, group)
+            gone = self._late(phase, absent) if absent else self._error(phase, others, "can't be reached")
+            self._give_up(tag, gone)
+            raise gone from error
+        return _Line(tag, group)
 
-    def _tag(self, phase: str) -> str:
+    def _tag(self, phase: str, late: PeerError | None) -> str:
         """The name of the next line. Who comes to one that was given up is late, or has left a call out.
 
-        In the latter case the others are at the next one.
+        In the latter case the others are at the next one. `late`: why the last one was given up.
         """
         members = self.members()
         name = f"shardstore/{self._purpose}/{members[0]}-{members[-1]}-{len(members)}-{hash(tuple(members)):x}"
-        first = turn = _turns.get(name, 0) + 1
-        late: PeerError | None = None
+        turn = _turns.get(name, 0) + 1
         while (said := self._given_up(f"{name}/{turn}")) is not None:
             turn, late = turn + 1, said
-        if turn != first:
+        if late is not None:
             _turns[name] = turn - 1
             try:
                 _store().wait([f"{name}/{turn}/begun"], timedelta(seconds=min(_PATIENCE_SECONDS, seconds())))
@@ -265,7 +273,9 @@ class Star:
     def _forget(self) -> None:
         """Talk over a new group from now on: after a time-out gloo has closed this one."""
         self._mine = None
-        _lines.pop(self._key, None)
+        world = self._group()
+        if world is not None:
+            _lines.get(world, {}).pop(self._purpose, None)
 
     # ------------------------------------------------------------------------------------- the store
 

@@ -16,14 +16,14 @@ import torch
 
 from shardstore import strictjson, tree
 from shardstore.errors import InvalidArgument, UnsupportedState
-from shardstore.hashing import DEFAULT, new
+from shardstore.hashing import DEFAULT, digest
 from shardstore.plan import Replica, share_out
 from shardstore.ranks import Ranks
 from shardstore.saving.attempt import Agreement, Options, new_attempt
 from shardstore.saving.meshes import SMALL, Meshes, digest_of, siblings
 from shardstore.specs import Box, TensorSpec
 
-_compared: set[tuple[Any, ...]] = set()  # fingerprint and ranks of what has been compared whole
+_compared: set[tuple[Any, ...]] = set()  # names, shapes and ranks of what has been compared whole
 _LIMIT = 1 << 30
 _NOTE = (
     "buffers of modules (statistics of BatchNorm, say) differ between ranks: those of the first rank that has them are "
@@ -64,6 +64,7 @@ class _Talk:
         self._ranks, self._settings, self._begin, self._attempt = ranks, settings, begin, attempt
         self._flat = flat
         self._united: tree.Flat | None = None
+        self._elsewhere: set[int] = set()  # split tensors that ranks of another kind write
 
     def agree(self) -> Callable[[], Agreement]:
         reply = strictjson.loads(self._ranks.share("begin", self._record, self._judge), limit=_LIMIT)
@@ -100,8 +101,9 @@ class _Talk:
     def _record(self) -> bytes:
         """What this rank says first."""
         self._flat = _settled(self._flat, self._ranks.members())
-        self._print = _fingerprint(self._flat)
-        self._compared_as = self._print, *self._ranks.members()
+        tensors = _tensors_print(self._flat)
+        self._print = _fingerprint(self._flat, tensors)
+        self._compared_as = tensors, *self._ranks.members()
         known = self._compared_as in _compared
         self._meshes = Meshes(self._flat, self._ranks.size)
         plain = [(number, leaf) for number, leaf in self._plain() if number not in self._flat.buffers]
@@ -158,7 +160,8 @@ class _Talk:
             Replica(number, leaf.tensor.nbytes, self._meshes.holders(leaf.part))
             for number, leaf in enumerate(here.leaves)
             if leaf.part is not None and leaf.tensor.numel() and number not in here.aliases
-        ]
+            and number not in self._elsewhere
+        ]  # fmt: skip
         mine = [number for number, owner in share_out(split).items() if owner == rank]
         local = {number: at for at, number in enumerate(numbers)}
         dealt = share_out(plain, loads)
@@ -174,8 +177,12 @@ class _Talk:
         first["notes"] += reply["notes"]
         self._flat.aliases = {local[a]: local[b] for a, b in reply["aliases"] if a in local and b in local}
         plain = [Replica(number, nbytes, tuple(holders)) for number, nbytes, holders in reply["plain"]]
+        shared = {local[number]: storer for number, storer in reply["shared"] if number in local}
+        self._elsewhere = {number for number, storer in shared.items() if storer != kind}
         owned = self._owned(plain, first["loads"], numbers)
-        return self._agreement(first, reply["count"], owned, numbers)
+        agreement = self._agreement(first, reply["count"], owned, numbers)
+        agreement.shared = [number for number in shared if self._flat.leaves[number].part is not None]
+        return agreement
 
     def _member(self, kinds: list[int]) -> bytes:
         """The digests of this rank's plain tensors; and its structure, if it is the first of its kind."""
@@ -192,16 +199,18 @@ class _Talk:
                 "state": flat.state, "flat": flat.flat, "left": flat.left, "paths": [leaf.path for leaf in flat.leaves],
                 "specs": [[leaf.spec.dtype, list(leaf.spec.shape)] for leaf in flat.leaves],
                 "ties": sorted(flat.aliases.items()),
+                "split": [number for number, leaf in enumerate(flat.leaves) if leaf.part is not None],
             }  # fmt: skip
         return strictjson.dumps({"plain": plain, "structure": structure})
 
     def _unite(self, results: Sequence[bytes], kinds: list[int]) -> bytes:
         """On rank 0: one state of all."""
         told = [strictjson.loads(result, limit=_LIMIT) for result in results]
-        members = []
+        members, split = [], []
         for kind in range(max(kinds) + 1):
             ranks = [rank for rank, found in enumerate(kinds) if found == kind]
             given = told[ranks[0]]["structure"]
+            split.append(given["split"])
             specs = [TensorSpec(dtype, tuple(shape)) for dtype, shape in given["specs"]]
             ties = dict(given["ties"])
             members.append(
@@ -216,8 +225,24 @@ class _Talk:
         plain, differ = _holders([one["plain"] for one in told], united)
         return strictjson.dumps({
             "count": len(united.paths), "numbers": united.numbers, "aliases": sorted(united.aliases.items()),
-            "plain": plain, "notes": [_NOTE] if differ else [],
+            "plain": plain, "notes": [_NOTE] if differ else [], "shared": _shared(united.numbers, split),
         })  # fmt: skip
+
+
+def _shared(numbers: Sequence[Sequence[int]], split: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Split tensors that several kinds of ranks have, each with the kind that writes it; -1: those that have it whole.
+
+    `numbers`: of each kind's tensors in all; `split`: which of its own are split.
+    """
+    had = list(map(set, numbers))
+    parted = [{mine[at] for at in own} for mine, own in zip(numbers, split, strict=True)]
+    shared = []
+    for number in sorted(set().union(*parted)):
+        kinds = [kind for kind, mine in enumerate(had) if number in mine]
+        whole = any(number not in parted[kind] for kind in kinds)
+        if len(kinds) > 1:
+            shared.append((number, -1 if whole else kinds[0]))
+    return shared
 
 
 def _settled(flat: tree.Flat, members: Sequence[int]) -> tree.Flat:
@@ -240,15 +265,17 @@ def _settled(flat: tree.Flat, members: Sequence[int]) -> tree.Flat:
     return dataclasses.replace(flat, leaves=leaves)
 
 
-def _fingerprint(flat: tree.Flat) -> str:
-    """Of structure, plain values, paths, dtypes and shapes."""
-    state = new(DEFAULT)
-    state.update(strictjson.dumps([flat.flat, flat.left, flat.state]))
+def _tensors_print(flat: tree.Flat) -> str:
+    """A fingerprint of paths, dtypes and shapes: the same at every save of a training."""
     specs = dict.fromkeys(leaf.spec for leaf in flat.leaves)
     kinds = {spec: at for at, spec in enumerate(specs)}
     rows = [[leaf.path, kinds[leaf.spec], leaf.part is None] for leaf in flat.leaves]
-    state.update(json.dumps([[[spec.dtype, spec.shape] for spec in specs], rows]).encode())
-    return state.digest().hex()
+    return digest(DEFAULT, json.dumps([[[spec.dtype, spec.shape] for spec in specs], rows]).encode()).hex()
+
+
+def _fingerprint(flat: tree.Flat, tensors: str) -> str:
+    """Of structure and plain values as well."""
+    return digest(DEFAULT, tensors.encode(), strictjson.dumps([flat.flat, flat.left, flat.state])).hex()
 
 
 def _same_settings(settings: Sequence[dict[str, Any]]) -> None:
@@ -275,10 +302,10 @@ def _holders(plain: Sequence[dict[str, Any]], united: tree.Union) -> tuple[list[
     found: dict[str, tuple[str, int, bool, list[int]]] = {}
     differ = False
     for rank, tensors in enumerate(plain):
-        for path, (digest, nbytes, buffer) in tensors.items():
-            first, _, _, holders = found.setdefault(path, (digest, nbytes, buffer, []))
-            differ |= digest != first
-            if digest != first and not buffer:
+        for path, (mine, nbytes, buffer) in tensors.items():
+            first, _, _, holders = found.setdefault(path, (mine, nbytes, buffer, []))
+            differ |= mine != first
+            if mine != first and not buffer:
                 raise UnsupportedState(
                     f"{path}: rank {holders[0]} and rank {rank} hold different values of this tensor; {tree.REMEDY}",
                     path=path,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,8 +62,9 @@ def save(  # noqa: PLR0913 - the public face: every argument but two has a defau
     StoreError where the store fails, with what was written removed again; CommitUnknown where the store did not answer;
     PeerError where another rank failed, died or did not come.
     """
-    options = Options(ShardOptions(layout, shards, shard_bytes, group_by), step, hash, threads)
     ranks = ranks_of(group)
+    with telling(ranks):
+        options = Options(ShardOptions(layout, shards, shard_bytes, group_by), step, hash, threads)
     with no_gc():
         return save_to(
             flattened(state, ranks), url, options, ranks=ranks, overwrite=overwrite, single_writer=single_writer,
@@ -73,22 +74,25 @@ def save(  # noqa: PLR0913 - the public face: every argument but two has a defau
 
 def flattened(state: Any, ranks: Ranks) -> tree.Flat:
     """A state taken apart. What is wrong with it is said to the other ranks, too, who wait for this one."""
-    try:
+    with telling(ranks):
         return tree.flatten(state, ranks.rank)
-    except BaseException as error:
-        tell(ranks, error)
-        raise
 
 
-def tell(ranks: Ranks, error: BaseException) -> None:
-    """Tell the other ranks that this one does not begin the save."""
+@contextlib.contextmanager
+def telling(ranks: Ranks) -> Iterator[None]:
+    """Tell the other ranks of an error that keeps this one from beginning the save."""
 
-    def fail() -> bytes:
+    def fail(error: Exception) -> bytes:
         raise error
 
-    if ranks.size > 1 and isinstance(error, Exception):
-        with contextlib.suppress(Exception):  # it is raised by the caller
-            ranks.share("begin", fail, lambda _: b"")
+    try:
+        yield
+    except Exception as error:
+        raised = error  # Python forgets `error` at the end of this block
+        if ranks.size > 1:
+            with contextlib.suppress(Exception):  # it is raised below
+                ranks.share("begin", lambda: fail(raised), lambda _: b"")
+        raise
 
 
 def save_to(
@@ -97,11 +101,8 @@ def save_to(
 ) -> Saved:  # fmt: skip
     """Save a flattened state at a place, whose stores are opened for it."""
     ranks = ranks or Alone()
-    try:
+    with telling(ranks):
         stores = open_roots(url, storage_options=storage_options, listener=listener)
-    except BaseException as error:
-        tell(ranks, error)
-        raise
     try:
         return save_flat(
             flat, stores, options, ranks=ranks, overwrite=overwrite, single_writer=single_writer,

@@ -26,10 +26,23 @@ class Assembly:
         self.files: list[FileEntry] = []
         self._parts: dict[int, dict[int, Box]] = {}
         self._agreed, self._whole, self._given = agreed, whole, given
+        self._require_equal()
         taken = set(self.paths)
         self._offsets: list[int] = []
         for contribution in given:
             self._add(contribution, taken)
+
+    def _require_equal(self) -> None:
+        """That ranks with different states have the same values in what they share."""
+        seen: dict[tuple[int, Box], tuple[int, str]] = {}
+        for rank, contribution in enumerate(self._given):
+            for number, box, digest in contribution.compared:
+                first, known = seen.setdefault((number, box), (rank, digest))
+                if known != digest:
+                    path = self.paths[number]
+                    raise tree.refuse(
+                        path, f"rank {first} and rank {rank} hold different values of the same part; {tree.REMEDY}"
+                    )
 
     def _add(self, contribution: Contribution, taken: set[str]) -> None:
         first, count = len(self.paths), self._agreed.count

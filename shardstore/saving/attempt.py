@@ -17,6 +17,7 @@ from shardstore.hashing import known
 from shardstore.index import Contribution, FileEntry
 from shardstore.memory import stream
 from shardstore.plan import Shard, ShardOptions, Tensors, plan_shards, spread
+from shardstore.saving.meshes import digest_of
 from shardstore.specs import Box, Lazy, TensorSpec
 from shardstore.storage import Store
 from shardstore.transfer import HashedBody, put_all
@@ -65,6 +66,7 @@ class Agreement:
 
     `count`: of the tensors that they share; `numbers`: of this rank's among those. `owned`: the places in `flat.leaves`
     of what this rank writes. `roots`: their order. `united`: on rank 0 the state of all, where it is not `flat` itself.
+    `shared`: places of split tensors that ranks with other states have as well, whose parts are to be compared.
     `late`: whether the structure is known only when all have written, since ranks have values of their own.
     `notes`: what a person should know.
     """
@@ -78,6 +80,7 @@ class Agreement:
     united: tree.Flat | None = None
     late: bool = False
     notes: list[str] = field(default_factory=list)
+    shared: Sequence[int] = ()
 
     @classmethod
     def alone(cls, flat: tree.Flat, attempt: str | None) -> Agreement:
@@ -138,7 +141,14 @@ class Attempt:
                 parts[at] = boxes
             file.pieces = self._shared(file.pieces)
         own = [(leaf.path, leaf.spec) for leaf in self._flat.own]
-        return Contribution(files, parts, self._flat.nodes, own)
+        return Contribution(files, parts, self._flat.nodes, own, list(self._compared()))
+
+    def _compared(self) -> Iterator[tuple[int, Box, str]]:
+        """Number, box and digest of the parts that ranks with other states may have as well."""
+        for number in self._agreed.shared:
+            leaf = self._flat.leaves[number]
+            if leaf.part is not None and leaf.tensor.numel():
+                yield self._agreed.numbers[number], leaf.part.box, digest_of([leaf])
 
     def _shared(self, numbers: list[int]) -> list[int]:
         """Numbers that tensors have among all ranks; what this rank has of its own comes behind those."""

@@ -23,7 +23,7 @@ from shardstore.hashing import DEFAULT
 from shardstore.memory import Arena, needed, no_gc
 from shardstore.plan import GroupBy, Layout, ShardOptions
 from shardstore.ranks import ALL, Alone, Ranks, ranks_of
-from shardstore.saving.api import Saved, flattened, save_to
+from shardstore.saving.api import Saved, save_to, telling
 from shardstore.saving.attempt import Options
 from shardstore.storage import Urls
 
@@ -111,10 +111,11 @@ def save_async(  # noqa: PLR0913 - the public face: every argument but two has a
     """
     if busy not in ("wait", "skip"):
         raise InvalidArgument(f"busy must be 'wait' or 'skip', not {brief(busy)}")
-    options = Options(ShardOptions(layout, shards, shard_bytes, group_by), step, hash, threads)
     ranks = ranks_of(group, "background save")
-    if ranks.size > 1 and busy == "skip":
-        raise InvalidArgument("busy='skip' is for one process alone: some ranks would skip a save that others begin")
+    with telling(ranks):
+        options = Options(ShardOptions(layout, shards, shard_bytes, group_by), step, hash, threads)
+        if ranks.size > 1 and busy == "skip":
+            raise InvalidArgument("busy='skip' is for one process alone: some ranks would skip what others begin")
 
     def work(flat: tree.Flat) -> Saved:
         return save_to(
@@ -134,10 +135,11 @@ def in_background(
     with _background.lock:
         if busy == "skip" and _background.current is not None and not _background.current.done():
             return None
-        _background.wait()
+        with telling(ranks):
+            _background.wait()
         ranks.prepare()
-        with no_gc():
-            flat = _staged(flattened(state, ranks), threads)
+        with no_gc(), telling(ranks):
+            flat = _staged(tree.flatten(state, ranks.rank), threads)
         pending = _background.current = Pending()
         # No daemon: a process whose main thread has ended waits for it.
         threading.Thread(target=_run, args=(pending, flat, work), name="shardstore-save", daemon=False).start()

@@ -55,7 +55,7 @@ def bind(  # noqa: PLR0913 - the options of load
     sections = root_sections(meta.state, paths, flat=meta.flat)
     fit = Fit(table, aliases, into, torch.device(device) if device is not None else CPU, rank, size)
     fit.left = meta.left
-    fit.lenient = meta.merged and size > 1
+    fit.lenient = size > 1 and (meta.merged or not strict)
     if rename is not None:
         renamed = Renamed(sections, table, rename)
         sections, fit.moved, fit.renamed, fit.table = renamed.sections, renamed.moved, renamed.names, renamed.table

@@ -27,8 +27,8 @@ _make_fill = cast("Any", partial(tuple.__new__, Fill))  # as Fill(...), without 
 class Fit:
     """What all parts of `bind` share. Differences are collected, never raised on the spot.
 
-    `lenient`: the checkpoint was united from ranks with different states, and this is one rank of several: what the
-    target doesn't have is most likely another rank's.
+    `lenient`: this is one rank of several, and the checkpoint was united from ranks with different states (or the call
+    is not strict): what the target doesn't have is most likely another rank's.
     """
 
     def __init__(

@@ -195,6 +195,8 @@ class _Walk:
         if value.requires_grad != bool(flags):
             flags["g"] = value.requires_grad
         if split:
+            if self.leaves is self.own:
+                raise refuse(label, "a DTensor is no value of one rank; take it out of the PerRank, or give to_local()")
             part = part_held(value, label)
             return {"$t": self.leaves.add_part(label, local_of(value).detach(), value.shape, part), **flags}
         parts = arrays.sparse_parts(value)

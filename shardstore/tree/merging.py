@@ -191,4 +191,7 @@ class _Merge:
         raise refuse(label, f"rank {self._ranks[0]} has {shown[0]}, rank {self._ranks[at]} {shown[1]}; {REMEDY}")
 
     def _shown(self, node: Node) -> str:
+        sequence = items(node)
+        if sequence is not None:
+            return f"{describe(node, self._union.specs)} of {len(sequence)} items"
         return describe(node, self._union.specs) if type(node) in (dict, list) else repr(node)[:80]

@@ -77,6 +77,12 @@ def canonical_names(module: nn.Module, names: Iterable[str], path: str) -> dict[
 def module_state(module: nn.Module, path: str) -> OrderedDict[str, Any]:
     """The state_dict of a Module under canonical names, with torch's `_metadata` (the versions of its parts)."""
     raw: Any
+    if any(cls.__name__ == "FullyShardedDataParallel" for part in module.modules() for cls in type(part).__mro__):
+        raise refuse(
+            path, "FSDP1 (FullyShardedDataParallel) keeps parameters in flat pieces, and its state_dict() gathers them "
+            "on every rank; use fully_shard (FSDP2), or torch.distributed.checkpoint.state_dict.get_model_state_dict, "
+            "whose result can be saved as data",
+        )  # fmt: skip
     try:
         raw = module.state_dict()
     except Exception as error:

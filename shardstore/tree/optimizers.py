@@ -94,6 +94,8 @@ def _memory(tensor: torch.Tensor) -> Key:
     """What a tensor shows: equal for a parameter and its detached twin in a state_dict."""
     if is_dtensor(tensor):
         tensor = local_of(tensor)
+        if not tensor.numel():  # an empty part has no address, but a storage of its own
+            return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape  # noqa: SLF001
     try:
         address = tensor.data_ptr()
     except (RuntimeError, ValueError):

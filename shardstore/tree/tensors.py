@@ -39,6 +39,8 @@ def why_not(tensor: torch.Tensor) -> str:  # noqa: PLR0911 - a list of reasons
     cls = class_name(tensor)
     if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
         return f"a {cls} has no values yet; run one forward pass first"
+    if cls.startswith("torch.distributed._shard."):
+        return f"a {cls} is of the time before DTensor; make DTensors (fully_shard does, or distribute_tensor)"
     if type(tensor) not in PLAIN:
         return f"a {cls} is a tensor subclass; convert it to a torch.Tensor, or use shardstore.register_type"
     if tensor.is_nested:

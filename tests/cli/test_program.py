@@ -264,4 +264,6 @@ def test_after_an_interrupt_the_threads_end_at_their_next_block():
 def test_module_and_click_group_are_one(call):
     """The entry point of pyproject.toml is the click group that `python -m shardstore` runs."""
     assert isinstance(main, click.Group)
-    assert sorted(main.commands) == ["fork", "ls", "pin", "pivot", "plot", "prune", "show", "verify"]
+    assert sorted(main.commands) == [
+        "convert", "diff", "fork", "ls", "migrate", "pin", "pivot", "plot", "prune", "show", "verify",
+    ]  # fmt: skip

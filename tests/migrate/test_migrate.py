@@ -19,7 +19,7 @@ from shardstore.run import Run, migrate, plan_migration
 from shardstore.storage import LocalStore
 from tests.golden import make, states
 from tests.kit import runs
-from tests.kit.damage import files_of, index_of, meta_of, shards_of, write_index
+from tests.kit.damage import files_of, index_of, meta_of, shards_of, sign, write_index
 from tests.kit.faults import Fault, FaultyStore, FlippingStore, Wrapper
 from tests.kit.inject import injected
 from tests.kit.same import assert_same
@@ -224,6 +224,24 @@ def test_a_new_index_that_does_not_verify_is_replaced_by_the_old_one(checkpoint:
     assert shardstore.verify(checkpoint).ok
 
 
+def test_an_index_that_would_say_something_else_is_not_written(
+    checkpoint: Path, version_2: Start, monkeypatch: pytest.MonkeyPatch
+):
+    """Before anything is replaced, the new index is parsed and compared with the old one."""
+    before = files_of(checkpoint)
+    version_2()
+
+    def wrong(data: bytes, *entry: Any) -> bytes:
+        document = json.loads(rewritten(data, *entry))
+        document["step"] = 12345
+        return sign(json.dumps({k: v for k, v in document.items() if k != "sha256"})[:-1].encode() + b",")
+
+    monkeypatch.setattr("shardstore.run.migrating.rewritten", wrong)
+    with pytest.raises(Damaged, match="something else"):
+        moved(checkpoint)
+    assert files_of(checkpoint) == before
+
+
 def test_a_shard_that_is_missing_stops_it(checkpoint: Path, version_2: Start):
     """The new index must find all files; the old one is put back, so that nothing looks better than it is."""
     (checkpoint / shards_of(checkpoint)[0]).unlink()
@@ -343,6 +361,9 @@ def test_the_command_takes_one_checkpoint_of_a_run(run_of_two: Path, version_2: 
     assert call("migrate", f"{run_of_two}@100", "--yes").exit_code == 0
     schemas_now = [json.loads(data)["schema"] for key, data in files_of(run_of_two).items() if key.endswith(NAME)]
     assert sorted(schemas_now) == ["shardstore/1", "shardstore/2"]
+    with Run(run_of_two) as run:  # a run may hold both, and lists both
+        assert [one.step for one in run.checkpoints() if one.usable and one.line] == [100, 200]
+        assert run.candidates()[0].step == 200
 
 
 def test_the_command_refuses_a_run_that_is_at_work(run_of_two: Path, version_2: Start, call: Any):

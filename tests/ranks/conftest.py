@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,21 +21,29 @@ class Ranks:
         self._zygote = zygote
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._turns = itertools.count()
+        self.port = self._store.port
 
-    def start(self, step: str, size: int, *, seconds: float = 30, **arguments: Any) -> list[Child]:
-        """Begin a step on so many ranks. `seconds`: for which they wait for each other."""
+    def start(
+        self, step: str, size: int, *, seconds: float = 30, hosted: int = 0, **arguments: Any
+    ) -> list[Child]:  # fmt: skip
+        """Begin a step on so many ranks. `seconds`: for which they wait for each other. `hosted`: see `jobs.rank`."""
         prefix = f"job{next(self._turns)}"
         return [
             self._zygote.start(
-                "rank", name=step, rank=rank, size=size, port=self._store.port, prefix=prefix, seconds=seconds,
-                arguments=arguments,
+                "rank", name=step, rank=rank, size=size, port=self.port, prefix=prefix, seconds=seconds,
+                hosted=hosted, arguments=arguments,
             )
             for rank in range(size)
         ]  # fmt: skip
 
-    def outcomes(self, step: str, size: int, **arguments: Any) -> list[Outcome]:
-        """What became of every rank."""
-        return [child.wait() for child in self.start(step, size, **arguments)]
+    def outcomes(self, step: str, size: int, *, asleep: int | None = None, **arguments: Any) -> list[Outcome]:
+        """What became of every rank. `asleep`: one that does not end by itself; it is killed when the others have."""
+        children = self.start(step, size, **arguments)
+        found = {rank: child.wait() for rank, child in enumerate(children) if rank != asleep}
+        if asleep is not None:
+            os.kill(children[asleep].pid, signal.SIGKILL)
+            found[asleep] = children[asleep].wait()
+        return [found[rank] for rank in range(size)]
 
     def run(self, step: str, size: int, **arguments: Any) -> list[Any]:
         """What a step returned on every rank."""

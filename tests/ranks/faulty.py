@@ -43,10 +43,8 @@ def state() -> dict[str, Any]:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {
-        "same": {"w": torch.arange(12.0)}, "split": {"w": distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [Shard(0)])},
-        "step": 3,
-    }  # fmt: skip
+    split = distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [Shard(0)])
+    return {"same": {"w": torch.arange(12.0)}, "split": {"w": split}, "step": 3}
 
 
 def _do(kind: str) -> None:
@@ -70,26 +68,18 @@ def trouble(place: str, kind: str) -> Iterator[None]:
 
 
 @step
-def troubled(url: str, who: int, place: str, kind: str) -> list[dict[str, Any]]:
-    """A save with trouble on one rank, then one without at another place."""
+def troubled(
+    url: str, who: int, place: str, kind: str, before: bool = True, again: bool = True
+) -> list[dict[str, Any]]:
+    """A save with trouble on one rank, after one without, and before another one at a new place."""
     mine = state()
-    shardstore.save(mine, f"{url}/first")
+    if before:
+        shardstore.save(mine, f"{url}/first")
     with ExitStack() as stack:
         if dist.get_rank() == who:
             stack.enter_context(trouble(place, kind))
         found = [told(lambda: shardstore.save(mine, f"{url}/troubled"))]
-    return [*found, told(lambda: shardstore.save(mine, f"{url}/next"))]
-
-
-@step
-def troubled_at_first(url: str, who: int, place: str, kind: str) -> list[dict[str, Any]]:
-    """The same without a save before."""
-    mine = state()
-    with ExitStack() as stack:
-        if dist.get_rank() == who:
-            stack.enter_context(trouble(place, kind))
-        found = [told(lambda: shardstore.save(mine, f"{url}/troubled"))]
-    return [*found, told(lambda: shardstore.save(mine, f"{url}/next"))]
+    return [*found, told(lambda: shardstore.save(mine, f"{url}/next"))] if again else found
 
 
 @step
@@ -107,6 +97,20 @@ def absent(url: str, missing: list[int], before: int = 1) -> list[dict[str, Any]
 
 
 @step
+def late(url: str) -> list[dict[str, Any]]:
+    """The last rank comes to a save only when the others have given up; then a save of all."""
+    mine, last = state(), dist.get_world_size() - 1
+    shardstore.save(mine, f"{url}/first")
+    if dist.get_rank() == last:
+        dist.barrier()
+    found = [told(lambda: shardstore.save(mine, f"{url}/late"))]
+    if dist.get_rank() != last:
+        dist.barrier()
+    dist.barrier()
+    return [*found, told(lambda: shardstore.save(mine, f"{url}/next"))]
+
+
+@step
 def store_trouble(url: str, who: int, fault: dict[str, Any]) -> dict[str, Any]:
     """A save during which the store of one rank fails, or its process is killed, at a call."""
     mine = state()
@@ -115,3 +119,43 @@ def store_trouble(url: str, who: int, fault: dict[str, Any]) -> dict[str, Any]:
         if dist.get_rank() == who:
             stack.enter_context(injected(lambda store: FaultyStore(store, Fault(**fault))))
         return told(lambda: shardstore.save(mine, url))
+
+
+@step
+def vanishing(url: str) -> dict[str, Any]:
+    """A file of rank 1 vanishes after it was written, before the commit."""
+    mine = state()
+
+    def look(stores: Any, index: Any) -> None:
+        theirs = next(file for file in index.files if "/00002-of-" in file.path)
+        os.unlink(os.path.join(url, theirs.path))
+        check_written(stores, index)
+
+    from shardstore.saving.commit import check_written
+
+    with mock.patch("shardstore.saving.lead.check_written", look):
+        return told(lambda: shardstore.save(mine, url))
+
+
+@step
+def other_arguments(url: str) -> list[dict[str, Any]]:
+    """Calls in which rank 1 gives something else than the others; then one in which all give the same."""
+    mine, odd = state(), dist.get_rank() == 1
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("elsewhere" if odd else "here", {}), ("steps", {"step": 4 if odd else 3}),
+        ("hashes", {"hash": "sha256" if odd else "xxh3_128"}), ("overwrites", {"overwrite": odd}),
+        ("shards", {"shards": 5 if odd else 4}), ("bad", {"step": -1} if odd else {}), ("good", {}),
+    ]  # fmt: skip
+    return [
+        told(lambda name=name, options=options: shardstore.save(mine, f"{url}/{name}", **options))
+        for name, options in calls
+    ]
+
+
+@step
+def in_planning(url: str, who: int) -> list[dict[str, Any]]:
+    """One rank's state can't be stored; one rank's place can't be opened; then a save of all."""
+    mine, odd = state(), dist.get_rank() == who
+    found = [told(lambda: shardstore.save({**mine, "bad": object()} if odd else mine, f"{url}/bad"))]
+    found.append(told(lambda: shardstore.save(mine, "nonsense://x" if odd else f"{url}/nowhere")))
+    return [*found, told(lambda: shardstore.save(mine, f"{url}/good"))]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardstore.ranks import distributed
 
 JOBS: dict[str, Callable[..., Any]] = {}
 STEPS: dict[str, Callable[..., Any]] = {}
@@ -18,8 +19,8 @@ STEPS: dict[str, Callable[..., Any]] = {}
 
 MODULES = (
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint.state_dict",
-    "shardstore.saving", "shardstore.loading", "tests.ranks.steps", "tests.ranks.training_steps", "tests.ranks.faulty", "tests.ranks.states",
-    "tests.ranks.stages",
+    "shardstore.saving", "shardstore.loading", "tests.ranks.steps", "tests.ranks.training_steps", "tests.ranks.faulty",
+    "tests.ranks.states", "tests.ranks.stages", "tests.ranks.groups",
 )  # fmt: skip
 
 
@@ -37,15 +38,19 @@ def step(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def rank(name: str, rank: int, size: int, port: int, prefix: str, seconds: float, arguments: dict[str, Any]) -> Any:
-    """Be one rank: join the others, do a step, leave."""
+def rank(
+    name: str, rank: int, size: int, port: int, prefix: str, seconds: float, arguments: dict[str, Any], hosted: int = 0
+) -> Any:  # fmt: skip
+    """Be one rank: join the others, do a step, leave. `hosted`: a port at which rank 0 itself holds the store."""
     os.environ["SHARDSTORE_TIMEOUT_SECONDS"] = str(seconds)
+    distributed._GRACE_SECONDS = seconds
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     limit = timedelta(seconds=60)
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore(prefix, store), rank=rank, world_size=size, timeout=limit
-    )
+    if hosted:  # in rank 0, as without torchrun
+        store = dist.TCPStore("127.0.0.1", hosted, is_master=rank == 0, timeout=limit)
+    else:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    dist.init_process_group("gloo", store=dist.PrefixStore(prefix, store), rank=rank, world_size=size, timeout=limit)
     try:
         return STEPS[name](**arguments)
     finally:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from shardstore import PerRank
@@ -157,8 +158,9 @@ def two_halves(rank: int, size: int) -> Any:
 @maker
 def reversed_mesh(rank: int, size: int) -> Any:
     """A mesh in which rank 0 comes last, so that its part is empty; with a tie."""
-    here = DeviceMesh("cpu", list(reversed(range(size))))
-    one = distribute_tensor(values(2, 3), here, [Shard(0)])
+    here, at = DeviceMesh("cpu", list(reversed(range(size)))), size - 1 - rank
+    rows = values(2, 3)[at : at + 1].clone()
+    one = DTensor.from_local(rows, here, [Shard(0)], run_check=False, shape=torch.Size((2, 3)), stride=(3, 1))
     return {"model": {"a": one, "b": one}}
 
 
@@ -182,7 +184,70 @@ def by_number(rank: int, size: int) -> Any:
     optimizer = torch.optim.AdamW(layer.parameters())
     layer(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    return {"model": {f"layer{rank}.{name}": w for name, w in layer.state_dict().items()}, "optimizer": optimizer.state_dict()}
+    return {
+        "model": {f"layer{rank}.{name}": w for name, w in layer.state_dict().items()},
+        "optimizer": optimizer.state_dict(),
+    }
+
+
+@maker
+def odd_layouts(rank: int, size: int) -> Any:
+    """Parts that are not contiguous, several dtypes, and every way of splitting over two mesh dimensions."""
+    here, two = mesh(size), init_device_mesh("cpu", (2, size // 2))
+    both = {
+        "corners": ((5, 7), [Shard(0), Shard(1)]), "twice": ((9, 2), [Shard(0), Shard(0)]),
+        "kept": ((9, 2), [Shard(0), Replicate()]), "three": ((3, 4, 5), [Shard(2), Shard(1)]),
+    }  # fmt: skip
+    columns = values(4, 2 * size)[:, 2 * rank : 2 * rank + 2]
+    return {"model": {
+        "columns": DTensor.from_local(columns, here, [Shard(1)], run_check=False),
+        "turned": DTensor.from_local(values(3, 2).t(), here, [Shard(0)], run_check=False),
+        "half": split(values(5, 3).bfloat16(), size), "whole": split(torch.arange(11), size),
+        "flags": split(torch.arange(11) % 2 == 0, size),
+        **{name: distribute_tensor(values(*shape), two, layout) for name, (shape, layout) in both.items()},
+    }}  # fmt: skip
+
+
+@maker
+def other_order(rank: int, size: int) -> Any:
+    """The same in another order on each rank, odd keys, and a key that only this rank has."""
+    items = [("a", values(2)), ("b", values(3)), ("n", 3), ("l", [1, 2])]
+    return {"model": dict(items[:: -1 if rank else 1]), 5: {(1, 2): values(1)}, "own": {rank: f"of {rank}"}}
+
+
+@maker
+def bare_model(rank: int, size: int) -> Any:
+    """A Module that is the state itself."""
+    torch.manual_seed(0)
+    return fully_shard(nn.Linear(5, 3), mesh=mesh(size))
+
+
+@maker
+def more_optimizers(rank: int, size: int) -> Any:
+    """Two optimizers with other states, a scheduler, a frozen parameter and the state of the random numbers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    model[1].bias.requires_grad_(False)
+    fully_shard(model, mesh=mesh(size))
+    adam = torch.optim.Adam(model.parameters(), amsgrad=True, foreach=True)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, 5)).sum().backward()
+    adam.step()
+    sgd.step()
+    rng = PerRank(torch.get_rng_state())
+    return {
+        "model": model,
+        "adam": adam,
+        "sgd": sgd,
+        "turn": torch.optim.lr_scheduler.CosineAnnealingLR(adam, 10),
+        "rng": rng,
+    }
+
+
+@maker
+def split_per_rank(rank: int, size: int) -> Any:
+    """A DTensor in a PerRank."""
+    return {"model": {"w": PerRank(split(values(4, 2), size))}}
 
 
 class WithStatistics(nn.Module):
@@ -232,3 +297,21 @@ def old_shards(rank: int, size: int) -> Any:
 
     spec = _shard.sharding_spec.ChunkShardingSpec(dim=0, placements=[f"rank:{at}/cpu" for at in range(size)])
     return {"model": {"w": _shard.sharded_tensor.ones(spec, 4, 4)}}
+
+
+def tensors_of(state: Any, path: str = "") -> dict[str, torch.Tensor]:
+    """All tensors in nested dicts and Modules, by path."""
+    if isinstance(state, nn.Module):
+        return {f"{path}/{name}": tensor for name, tensor in state.state_dict().items()}
+    if isinstance(state, torch.optim.Optimizer):
+        return tensors_of(state.state_dict()["state"], path)
+    if isinstance(state, torch.Tensor):
+        return {path: state}
+    items = state.items() if isinstance(state, dict) else ()
+    return {name: tensor for key, item in items for name, tensor in tensors_of(item, f"{path}/{key}").items()}
+
+
+def lists_of(state: Any) -> dict[str, list[Any]]:
+    """The values of all tensors, of DTensors the whole ones; collective."""
+    found = tensors_of(state).items()
+    return {path: (w.full_tensor() if isinstance(w, DTensor) else w).tolist() for path, w in found}

@@ -16,9 +16,9 @@ from tests.ranks.models import build, print_of
 
 
 @step
-def train(  # noqa: PLR0913 - what a training can be asked for
-    url: str, total: int, *, layout: str = "fsdp", background: bool = False, signals: dict[str, list[int]] | None = None,
-    kill: dict[str, int] | None = None, every_steps: int | None = 2, damage: str | None = None,
+def train(
+    url: str, total: int, *, layout: str = "fsdp", background: bool = False,
+    signals: dict[str, list[int]] | None = None, kill: dict[str, int] | None = None, every_steps: int | None = 2,
 ) -> dict[str, Any]:  # fmt: skip
     """Train to `total`; `signals`: by rank, a signal and the step at which it comes; `kill`: by rank, at which step."""
     rank = dist.get_rank()

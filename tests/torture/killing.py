@@ -108,7 +108,7 @@ class Torture:
         """Let it live for a random time, in a fifth of the cases with a short warning."""
         warned = self._chance.random() < 0.2
         with closing(_Pidfd(child.pid)) as alive:
-            ended = alive.ends_within(self._chance.uniform(0, self._seconds / 2))
+            ended = alive.ends_within(self._chance.uniform(0, self._seconds * 0.75))
             if warned and not ended:
                 alive.send(signal.SIGTERM)
                 ended = alive.ends_within(self._chance.uniform(0, WARNED_S))

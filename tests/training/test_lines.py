@@ -14,6 +14,8 @@ from tests.kit.damage import flip
 from tests.kit.same import assert_same
 from tests.training.kit import Told, saves, shard, small, train, weights
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # the other threads are pytest's
+
 
 def dies(work: Callable[[], None]) -> None:
     """Do something in a process of its own, which must be killed by it."""
