@@ -38,7 +38,7 @@ bench: .venv/.bench ## measure beside the peers and the bare system calls; TASK=
 	$(PY) -m benchmarks $(if $(TASK),--tasks $(TASK)) $(BENCH_ARGS)
 
 bench-all: .venv/.bench ## the same for all states, also to and from an S3 server, and how cost grows
-	$(PY) -m benchmarks --all $(BENCH_ARGS)
+	$(PY) -m benchmarks --all --rounds 5 $(BENCH_ARGS)
 
 format: .venv/.ready ## format the code and mend what ruff can mend
 	$(PY) -m ruff check --fix-only .

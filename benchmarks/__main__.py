@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import signal
 import sys
 import time
 import warnings
@@ -14,17 +15,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bucket, machine, report
+from benchmarks import bucket, machine, ranks, report, scaling, thousand
 from benchmarks.bucket import Buckets
 from benchmarks.goals import judge
 from benchmarks.peak import peak
-from benchmarks.runner import Library, Settings, library, measure, new_folder, remove, unmeasured
+from benchmarks.runner import Library, Result, Settings, library, measure, new_folder, remove, unmeasured
 from benchmarks.states import STATES, Case
 from benchmarks.systems import SYSTEMS, System
 from benchmarks.tasks import PEAKS, S3_PEAKS, TASKS, Task
 
-DEFAULT_STATES = ["gpt-124m", "many-small"]
-DEFAULT_TASKS = [*(name for name, task in TASKS.items() if not task.remote), "peak"]
+RANKS = 1024, 1000  # simulated ranks, and tensors, of the state `thousand`
+DEFAULT_STATES = ["gpt-124m", "many-small", "run-10k", "fsdp-2", "fsdp-4", "thousand"]
+ALL_STATES = [name for name in STATES if not name.startswith("toy")]
+DEFAULT_TASKS = [*(name for name, task in TASKS.items() if not task.remote), "peak", "ranks", "thousand"]
 S3_TASKS = [*(name for name, task in TASKS.items() if task.remote), "s3-peak"]
 
 
@@ -34,10 +37,11 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=about)
     every = [*DEFAULT_TASKS, *S3_TASKS]
     parser.add_argument("--tasks", nargs="+", choices=every, default=DEFAULT_TASKS, help="default: all without s3-")
-    parser.add_argument("--all-tasks", action="store_const", dest="tasks", const=every, help="those on S3, too")
     parser.add_argument("--states", nargs="+", choices=list(STATES), default=DEFAULT_STATES)
+    parser.add_argument("--all", action="store_true", help="all tasks, those on S3, too; all states; --scaling")
+    parser.add_argument("--scaling", action="store_true", help="also how cost grows with the work")
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
-    parser.add_argument("--rounds", type=int, default=5, help="after a warm-up round (default 5)")
+    parser.add_argument("--rounds", type=int, default=3, help="after a warm-up round (default 3)")
     parser.add_argument("--threads", type=int, default=2, help="of shardstore and of the bare calls (default 2)")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a folder in memory (default /dev/shm)")
     parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="a folder on disk (default /var/tmp)")
@@ -49,7 +53,10 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--render", type=Path, metavar="JSON", help="measure nothing; put these figures into docs/benchmarks.md"
     )
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    if options.all:
+        options.tasks, options.states, options.scaling = every, ALL_STATES, True
+    return options
 
 
 Rows = tuple[list[Any], list[Any]]  # results and peaks
@@ -57,8 +64,9 @@ Rows = tuple[list[Any], list[Any]]  # results and peaks
 
 def run_state(name: str, options: argparse.Namespace, settings: Settings) -> Rows:
     """All tasks on one state: results and peaks."""
-    tasks = [TASKS[word] for word in TASKS if word in options.tasks]
-    tasks = [task for task in tasks if not task.states or name in task.states]
+    if STATES[name].ranks or name == "thousand":
+        return _apart(name, options, settings), []
+    tasks = [TASKS[word] for word in TASKS if word in options.tasks and TASKS[word].suits(name)]
     peaks = [word for word in ("peak", "s3-peak") if word in options.tasks and name in ("gpt-124m", "toy")]
     results, sizes = [], []
     local = [task for task in tasks if not task.remote]
@@ -76,6 +84,22 @@ def run_state(name: str, options: argparse.Namespace, settings: Settings) -> Row
     return results, sizes
 
 
+def _apart(name: str, options: argparse.Namespace, settings: Settings) -> list[Any]:
+    """What is measured in processes of its own."""
+    if ("thousand" if name == "thousand" else "ranks") not in options.tasks:
+        return []
+    began = time.perf_counter()
+    try:
+        if name == "thousand":
+            found = thousand.measure(*RANKS, settings.rounds, settings.memory)
+        else:
+            found = ranks.measure(name, settings.rounds, settings.memory)
+    except RuntimeError as error:
+        found = [Result(name, "save", "shardstore", "ours", "", "", 0, 0, error=str(error))]
+    print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    return [row.json() for row in found]
+
+
 def _on_s3(case: Case, tasks: list[Task], options: argparse.Namespace, settings: Settings, *, peaks: bool) -> Rows:
     """The tasks that need the server, which runs as long."""
     if why := bucket.missing():
@@ -91,7 +115,9 @@ def _measured(
     case: Case, tasks: list[Task], shelf: Library, options: argparse.Namespace, settings: Settings
 ) -> list[Any]:
     results = []
-    for task in tasks:
+    for at, task in enumerate(tasks):
+        left = [later for later in tasks[at:] if not later.saves]
+        shelf.keep({system.files for later in left for system in _systems(later, case.name, options)})
         began = time.perf_counter()
         results += [row.json() for row in measure(case, task, _systems(task, case.name, options), shelf, settings)]
         print(f"{case.name}: {task.name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
@@ -128,9 +154,9 @@ def _peaks(case: Case, shelf: Library, place: Path | Buckets, work: list[tuple[T
 
 def command(options: argparse.Namespace) -> str:
     """The command line that was given, without paths."""
-    words = ["python", "-m", "benchmarks"]
-    default = arguments([])
-    for key in ("tasks", "states", "systems", "rounds", "threads", "slow", "quick"):
+    words = ["python", "-m", "benchmarks", *(["--all"] if options.all else [])]
+    default = arguments(words[3:])
+    for key in ("tasks", "states", "systems", "rounds", "threads", "slow", "quick", "scaling"):
         value = getattr(options, key)
         if value != getattr(default, key):
             values = value if isinstance(value, list) else [] if value is True else [value]
@@ -155,6 +181,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "versions": machine.versions(),
         "results": results,
         "peaks": peaks,
+        "scaling": scaling.measure(options.memory, settings.rounds) if options.scaling else [],
     }
 
 
@@ -165,6 +192,7 @@ def main() -> int:
         report.render(json.loads(options.render.read_text("utf-8")))
         return 0
     warnings.simplefilter("ignore")  # of the peers
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that folders are removed
     done = run(options)
     options.out.write_text(json.dumps(done, indent=1) + "\n", "utf-8")
     print(report.markdown(done))

@@ -130,8 +130,9 @@ def started(place: Path) -> Iterator[Buckets]:
 
     roomy = ["-master.volumeSizeLimitMB=30000", "-volume.max=200"]  # no new volumes within a save
     login = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}  # s3torchconnector has no other way
+    modest = {"GOMEMLIMIT": "2GiB"}  # of the server, in Go: else it keeps 9 GB of memory after some saves
     with (
-        mock.patch.dict(os.environ, login),
+        mock.patch.dict(os.environ, {**login, **modest}),
         tempfile.TemporaryDirectory(prefix="shardstore-bench-", dir=place) as folder,
         server(Path(folder) / "server", s3=True, options=roomy) as weed,
         _slow_way(_port(weed.s3)) as paced,

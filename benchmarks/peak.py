@@ -8,7 +8,6 @@ Counted is resident memory of the process, mapped files included (Linux: VmHWM, 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 import threading
@@ -18,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bucket import Remote, Where, where
+from benchmarks.children import ask
 from benchmarks.machine import settle
 from benchmarks.states import Case
 from benchmarks.systems import SYSTEMS, System
 from benchmarks.tasks import TASKS, Task
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def status(key: str) -> int:
@@ -67,7 +65,7 @@ def child(case: Case, task: Task, system: System, folder: Where) -> dict[str, An
     with _spare(folder) as spare:
         rehearse(task, system, case.threads, spare)
     task.before(case)
-    nbytes, how = extra(lambda: task.act(system, case, folder))
+    nbytes, how = extra(lambda: task.finish(task.act(system, case, folder)))
     if wrong := task.wrong(system, case, folder, None):
         raise ValueError(f"the result is wrong: {wrong}")
     return {"extra": nbytes, "how": how}
@@ -88,7 +86,8 @@ def rehearse(task: Task, system: System, threads: int, folder: Where) -> None:
     case = Case.of("toy", threads)
     if not task.saves:
         next(each for each in SYSTEMS.values() if each.files == system.files).save(case, folder, durable=False)
-    task.act(system, case, folder)
+    task.finish(task.act(system, case, folder))
+    system.release(case)
 
 
 def peak(case: Case, task: Task, system: System, folder: Where) -> dict[str, Any]:
@@ -100,9 +99,6 @@ def peak(case: Case, task: Task, system: System, folder: Where) -> dict[str, Any
         str(case.threads),
         folder.word if isinstance(folder, Remote) else str(folder),
     ]
-    ran = subprocess.run(
-        [sys.executable, "-m", "benchmarks.peak", *words], cwd=ROOT, capture_output=True, text=True, check=False
-    )
     row = {
         "state": case.name,
         "task": task.name,
@@ -110,10 +106,10 @@ def peak(case: Case, task: Task, system: System, folder: Where) -> dict[str, Any
         "kind": system.kind,
         "call": system.calls[task.name],
     }
-    if ran.returncode:
-        print(ran.stderr, file=sys.stderr)
-        return {**row, "error": (ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1]}
-    return {**row, **json.loads(ran.stdout.splitlines()[-1])}
+    try:
+        return {**row, **ask("benchmarks.peak", *words)}
+    except RuntimeError as error:
+        return {**row, "error": str(error)}
 
 
 def main(state: str, task: str, system: str, threads: str, folder: str) -> None:

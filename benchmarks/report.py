@@ -7,27 +7,33 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.goals import TIMES, judge
+from benchmarks import scaling
+from benchmarks.goals import TIMES, judge, value
 from benchmarks.states import STATES
-from benchmarks.tasks import TASKS
+from benchmarks.tasks import ABOUT, TASKS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+UNRATED = ("open", "partial", "beside")  # not about all bytes
 WORDS = {True: "PASS", False: "FAIL", None: "-"}
 
 
 def markdown(run: dict[str, Any]) -> str:
     """The tables of a run, as `__main__` stores it."""
-    return "\n".join([*_machine(run), *_goals(run), *_measured(run), *_memory(run)])
+    return "\n".join([*_machine(run), *_goals(run), *_measured(run), *_memory(run), *_scaling(run)])
 
 
 def render(run: dict[str, Any], page: Path = PAGE) -> None:
-    """Put the tables between the page's two marks; what stands around them is written by hand and stays."""
+    """Put the tables between the page's two marks; what stands around them is written by hand and stays.
+
+    Plots go into the folder `benchmarks` beside the page.
+    """
     text = page.read_text("utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ValueError(f"{page.name} must hold the lines {BEGIN} and {END} once each")
     head, rest = text.split(BEGIN)
     page.write_text(f"{head}{BEGIN}\n\n{markdown(run)}\n{END}{rest.split(END)[1]}", "utf-8")
+    scaling.draw(run.get("scaling", []), page.parent / "benchmarks")
 
 
 def _machine(run: dict[str, Any]) -> Iterator[str]:
@@ -43,8 +49,7 @@ def _goals(run: dict[str, Any]) -> Iterator[str]:
     rows = []
     for verdict in judge(run):
         goal = verdict.goal
-        what = f"{goal.task}, extra memory" if goal.unit == "MiB" else goal.task
-        rows.append([what, goal.state, goal.text, verdict.measured, WORDS[verdict.reached]])
+        rows.append([goal.what, goal.state, goal.text, verdict.measured, WORDS[verdict.reached]])
     yield from _table(["work", "state", "goal", "measured", ""], rows)
 
 
@@ -53,47 +58,80 @@ def _measured(run: dict[str, Any]) -> Iterator[str]:
         yield from (f"## {state}", "", f"{STATES[state].about[0].upper()}{STATES[state].about[1:]}.", "")
         rows = [row for row in run["results"] if row["state"] == state]
         for task in dict.fromkeys(row["task"] for row in rows):
-            yield from (f"### {state}: {task}", "", f"{TASKS[task].about[0].upper()}{TASKS[task].about[1:]}.", "")
+            yield from (f"### {state}: {task}", "", f"{ABOUT[task][0].upper()}{ABOUT[task][1:]}.", "")
             yield from _task(state, task, [row for row in rows if row["task"] == task])
 
 
 def _task(state: str, task: str, rows: list[dict[str, Any]]) -> Iterator[str]:
     timed = [row for row in rows if row["seconds"]]
-    ours = next((median(row["seconds"]) for row in timed if row["kind"] == "ours"), None)
-    limit = next((median(row["seconds"]) for row in timed if row["system"] in ("bare", "bandwidth")), None)
-    rate = "" if task == "open" else "µs a tensor" if STATES[state].per_tensor else "GB/s"
-    head = ["system", "call", "median s", "least s", rate, "CPU s per GB", "of the limit", "shardstore is", "lacks"]
-    lines = []
-    for row in timed:
-        middle = median(row["seconds"])
-        lines.append(
-            [
-                row["system"],
-                f"`{row['call']}`",
-                f"{middle:.3f}" + ("" if row["warm"] else " (once)"),
-                f"{min(row['seconds']):.3f}",
-                _rate(row, middle, rate),
-                f"{median(row['cpu']) / row['nbytes'] * 1e9:.2f}",
-                f"{limit / middle:.2f}" if limit else "",
-                f"{middle / ours:.2f} {TIMES}" if ours and row["kind"] != "ours" else "",
-                row["lacks"],
-            ]
-        )
-    yield from _table(head, lines)
+    ours = next((value(row) for row in timed if row["kind"] == "ours"), None)
+    limit = next((value(row) for row in timed if task in TASKS and row["system"] == TASKS[task].limit), None)
+    rate = "" if task in UNRATED or state == "thousand" else f"µs a {each}" if (each := STATES[state].each) else "GB/s"
+    head = [
+        "system", "call", "of the steps' time", "median s", "least s", rate, "CPU s per GB", "of the limit",
+        "shardstore is", "lacks",
+    ]  # fmt: skip
+    yield from _table(head, [_line(row, rate, ours, limit) for row in timed])
     for row in rows:
-        if row["error"]:
-            yield from (f"{row['system']} failed: `{row['error'].splitlines()[0]}`", "")
-        if row.get("skipped"):
-            yield from (f"{row['system']} was not measured: {row['skipped']}.", "")
-        if row.get("requests"):
-            kinds = ", ".join(f"{count} {name}" for name, count in sorted(row["requests"].items()))
-            yield from (f"Requests of {row['system']}: {sum(row['requests'].values())} ({kinds}).", "")
+        yield from (line for said in _said(row) for line in (said, ""))
+    yield from (line for note in dict.fromkeys(row.get("note") for row in rows) if note for line in (note, ""))
 
 
-def _rate(row: dict[str, Any], seconds: float, unit: str) -> str:
+def _line(row: dict[str, Any], rate: str, ours: float | None, limit: float | None) -> list[str]:
+    counted = rate in ("GB/s", "µs a tensor") and row["cpu"]
+    share = f"{100 * value(row):.1f} %" if row.get("shares") else ""  # then the seconds are those of the steps
+    return [
+        row["system"],
+        f"`{row['call']}`",
+        share,
+        "" if share else f"{median(row['seconds']):.3f}" + ("" if row["warm"] else " (once)"),
+        "" if share else f"{min(row['seconds']):.3f}",
+        _rate(row, rate),
+        f"{median(row['cpu']) / row['nbytes'] * 1e9:.2f}" if counted else "",
+        f"{limit / value(row):.2f}" if limit and value(row) else "",
+        f"{value(row) / ours:.2f} {TIMES}" if ours and row["kind"] != "ours" else "",
+        row["lacks"],
+    ]
+
+
+def _said(row: dict[str, Any]) -> Iterator[str]:
+    """What stands below the table about a system."""
+    who, traffic = row["system"], row.get("traffic") or {}
+    if row["error"]:
+        yield f"{who} failed: `{row['error'].splitlines()[0]}`"
+    if row.get("skipped"):
+        yield f"{who} was not measured: {row['skipped']}."
+    if row.get("requests"):
+        kinds = ", ".join(f"{count} {name}" for name, count in sorted(row["requests"].items()))
+        yield f"Requests of {who}: {sum(row['requests'].values())} ({kinds})."
+    if "written" in traffic:
+        yield f"{who} wrote {traffic['written'] / 1e6:,.2f} MB for {traffic['of'] / 1e6:,.2f} MB of tensors."
+    if "read" in traffic:
+        read, own = (f"{traffic[key] / 1e6:,.2f} MB" for key in ("read", "own"))
+        yield f"{who}: no rank read more than {read}; its own are {own}."
+
+
+def _rate(row: dict[str, Any], unit: str) -> str:
+    seconds = median(row["seconds"])
     if unit == "GB/s":
         return f"{row['nbytes'] / seconds / 1e9:.2f}"
     return f"{seconds / row['tensors'] * 1e6:.1f}" if unit else ""
+
+
+def _scaling(run: dict[str, Any]) -> Iterator[str]:
+    """The plots of how cost grows, and the exponents."""
+    if not run.get("scaling"):
+        return
+    yield from ("## Cost as work grows", "")
+    rows = []
+    for axis in run["scaling"]:
+        spread = f"{axis['xs'][0]:,} to {axis['xs'][-1]:,}"
+        slopes = [(line["name"], scaling.exponent(axis["xs"], line["values"])) for line in axis["lines"]]
+        rows += [[axis["name"], spread, name, f"{slope:.2f}"] for name, slope in slopes]
+    yield from _table(["what grows", "from, to", "of", "exponent"], rows)
+    yield from (f"The exponent is the slope of the upper half of a line, both axes logarithmic: {scaling.MEANING}.", "")
+    for axis in run["scaling"]:
+        yield from (f"![{axis['about']}](benchmarks/{axis['name']}.svg)", "")
 
 
 def _memory(run: dict[str, Any]) -> Iterator[str]:

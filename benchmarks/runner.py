@@ -18,6 +18,7 @@ from benchmarks.machine import memory_free, settle
 from benchmarks.states import Case
 from benchmarks.systems import SYSTEMS, System
 from benchmarks.tasks import Task
+from benchmarks.training import Beside
 
 
 @dataclass
@@ -38,6 +39,9 @@ class Result:
     error: str | None = None
     skipped: str | None = None  # why it was not measured
     requests: dict[str, int] | None = None  # of one go, by S3's names
+    shares: list[float] = field(default_factory=list)  # beside steps: of their time, instead of seconds that matter
+    traffic: dict[str, int] = field(default_factory=dict)  # bytes `written` or `read`, and how many they may be: `of`
+    note: str = ""  # what else is to be said
 
     def json(self) -> dict[str, Any]:
         return asdict(self)
@@ -90,10 +94,13 @@ class Library:
         """Keep what was saved, because saving it again would take long."""
         self._folders[system.files] = folder
 
+    def keep(self, files: set[str]) -> None:
+        """Remove all but these, for the room that they take; what is wanted again is saved again."""
+        for name in self._folders.keys() - files:
+            remove(self._place, self._folders.pop(name))
+
     def close(self) -> None:
-        for folder in self._folders.values():
-            remove(self._place, folder)
-        self._folders.clear()
+        self.keep(set())
 
 
 @contextmanager
@@ -128,10 +135,17 @@ def remove(place: Path | Buckets, folder: Where) -> None:
         shutil.rmtree(folder)
 
 
+_MOST_ROUNDS = {
+    "s3-save": 2, "s3-load-into": 3, "s3-load-fresh": 3,  # the server takes six core seconds to store a GB
+    "s3-paced-save": 2, "s3-paced-load": 2,  # a clock makes no noise
+    "beside": 2,  # of some seconds each, in which many steps are counted
+}  # fmt: skip
+
+
 def measure(case: Case, task: Task, systems: list[System], shelf: Library, settings: Settings) -> list[Result]:
     """All rounds of a task. A system that fails is out, with its error; the others go on."""
     rows = [(system, _result(case, task, system)) for system in systems]
-    rounds = min(settings.rounds, 2) if task.place == "s3-paced" else settings.rounds  # a clock's work: no noise
+    rounds = min(settings.rounds, _MOST_ROUNDS.get(task.name, settings.rounds))
     for turn in range(rounds + 1):
         shift = turn % max(len(rows), 1)
         for system, row in rows[shift:] + rows[:shift]:  # nobody is always first
@@ -145,6 +159,7 @@ def measure(case: Case, task: Task, systems: list[System], shelf: Library, setti
     for system, row in rows:
         if task.place == "s3" and system.kind == "ours" and row.seconds:
             row.requests = _requests(case, task, system, shelf, settings)
+        system.release(case)
     if task.place == "s3-paced":
         rows.append((System(), bandwidth(case, task)))
     return [row for _, row in rows]
@@ -153,7 +168,7 @@ def measure(case: Case, task: Task, systems: list[System], shelf: Library, setti
 def _result(case: Case, task: Task, system: System) -> Result:
     call, lacks = system.calls[task.name], system.lacks
     row = Result(case.name, task.name, system.name, system.kind, call, lacks, case.tensors, case.nbytes)
-    row.skipped = system.missing()
+    row.skipped = system.missing() or system.cannot.get(case.name)
     return row
 
 
@@ -193,12 +208,14 @@ def _round(
     keep = not task.saves
     try:
         way = folder.via(place.paced) if isinstance(place, Buckets) and task.place == "s3-paced" else folder
-        seconds, cpu = _timed(case, task, system, way, check=first)
-        patient = task.remote or system.kind not in ("peer", "plain")  # all of S3 is slow
+        seconds, cpu, said = _timed(case, task, system, way, check=first)
+        patient = task.patient or task.remote or system.kind not in ("peer", "plain")  # all of S3 is slow
         row.warm = not (first and seconds > settings.slow and not patient)
         if not first or not row.warm:
             row.seconds.append(seconds)
             row.cpu.append(cpu)
+            if said:
+                row.shares.append(said.share)
         if task.saves and task.place == "memory" and not row.warm and system not in shelf:
             shelf.adopt(system, folder)
             keep = True
@@ -207,16 +224,18 @@ def _round(
             remove(place, folder)
 
 
-def _timed(case: Case, task: Task, system: System, folder: Where, *, check: bool) -> tuple[float, float]:
-    """Wall and CPU seconds of one go. With `check`, raises ValueError where its result is wrong."""
+def _timed(case: Case, task: Task, system: System, folder: Where, *, check: bool) -> tuple[float, float, Beside | None]:
+    """Wall and CPU seconds of one go, and what it says itself. With `check`, raises ValueError where that is wrong."""
     if check:
         task.before(case)
-    if task.place == "disk":
-        os.sync()  # earlier writes are not this system's to wait for
-    settle(case.nbytes * 5 // 4 if task.allocates else 0)
-    cpu, start = time.process_time(), time.perf_counter()
-    result = task.act(system, case, folder)
-    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    with task.around(case, folder):
+        if task.place == "disk":
+            os.sync()  # earlier writes are not this system's to wait for
+        settle(case.nbytes * 5 // 4 if task.allocates else 0)
+        cpu, start = time.process_time(), time.perf_counter()
+        result = task.act(system, case, folder)
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        task.finish(result)
     if check and (wrong := task.wrong(system, case, folder, result)):
         raise ValueError(f"the result is wrong: {wrong}")
-    return seconds, cpu
+    return seconds, cpu, result if isinstance(result, Beside) else None

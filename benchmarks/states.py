@@ -14,16 +14,21 @@ Tree = dict[str, Any]  # tensors, or dicts of the same
 
 @dataclass(frozen=True)
 class Kind:
-    """A state that can be asked for by name. With `per_tensor` its tables count µs a tensor, not GB/s."""
+    """A state that can be asked for by name. `each`: what its tables count, in µs; empty: GB/s.
+
+    `tasks`: it is for these only. `ranks`: so many processes save it together; `benchmarks.ranks` measures that.
+    """
 
     about: str
     build: Callable[[], Tree] = field(repr=False)
-    per_tensor: bool = False
+    each: str = ""
+    tasks: tuple[str, ...] = ()
+    ranks: int = 0
 
 
-def _gpt(layers: int, width: int, words: int, context: int) -> Tree:
-    """The tensors of a GPT-2 of that shape with AdamW's two moments, all in float32."""
-    shapes = {"wte.weight": (words, width), "wpe.weight": (context, width)}
+def gpt_shapes(layers: int, width: int, words: int, context: int) -> dict[str, tuple[int, ...]]:
+    """The parameters of a GPT-2."""
+    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (words, width), "wpe.weight": (context, width)}
     for layer in range(layers):
         for name, shape in {
             "ln_1": (width,),
@@ -35,11 +40,25 @@ def _gpt(layers: int, width: int, words: int, context: int) -> Tree:
         }.items():
             shapes[f"h.{layer}.{name}.weight"] = shape
             shapes[f"h.{layer}.{name}.bias"] = shape[-1:]
-    shapes |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
-    make = _maker()
+    return shapes | {"ln_f.weight": (width,), "ln_f.bias": (width,)}
+
+
+GPT_124M = {"layers": 12, "width": 768, "words": 50257, "context": 1024}
+TOY = {"layers": 1, "width": 32, "words": 512, "context": 16}
+
+
+def _gpt(**size: int) -> Tree:
+    """The tensors of a GPT-2 of that shape with AdamW's two moments, all in float32."""
+    shapes, make = gpt_shapes(**size), _maker()
     model = {name: make(shape) for name, shape in shapes.items()}
     moments = {key: {name: make(shape) for name, shape in shapes.items()} for key in ("exp_avg", "exp_avg_sq")}
     return {"model": model, "optimizer": moments}
+
+
+def _mixed(**size: int) -> Tree:
+    """The same as trained in mixed precision: weights in bfloat16, of which float32 has the master copy."""
+    tree = _gpt(**size)
+    return {"model": like(tree["model"], torch.Tensor.bfloat16), "master": tree["model"], **tree["optimizer"]}
 
 
 def _many(count: int, numbers: int) -> Tree:
@@ -53,14 +72,30 @@ def _maker() -> Callable[[tuple[int, ...]], torch.Tensor]:
     return lambda shape: torch.from_numpy(numbers.random(shape, dtype=np.float32))
 
 
+BASIC = ("save", "load-into", "load-fresh", "load-mapped", "partial")
+LISTS = ("list", "newest")
+_FSDP = "a GPT-2 of 124M parameters with AdamW in float32, sharded by FSDP2"
+
 STATES = {
     "gpt-124m": Kind(
-        "a GPT-2 of 124M parameters with AdamW's moments in float32: 444 tensors, 1.49 GB",
-        lambda: _gpt(layers=12, width=768, words=50257, context=1024),
+        "a GPT-2 of 124M parameters with AdamW's moments in float32: 444 tensors, 1.49 GB", lambda: _gpt(**GPT_124M)
     ),
-    "many-small": Kind("100,000 tensors of 1 KB in one flat dict", lambda: _many(100_000, 256), per_tensor=True),
-    "toy": Kind("a GPT-2 of toy size: 60 tensors, 0.4 MB", lambda: _gpt(layers=1, width=32, words=512, context=16)),
-    "toy-many": Kind("300 tensors of 1 KB in one flat dict", lambda: _many(300, 256), per_tensor=True),
+    "many-small": Kind("100,000 tensors of 1 KB in one flat dict", lambda: _many(100_000, 256), each="tensor"),
+    "one-huge": Kind("one tensor of 2 GB", lambda: _many(1, 500_000_000), tasks=BASIC),
+    "bf16-mix": Kind(
+        "a GPT-2 of 124M parameters in bfloat16, master weights and AdamW's moments in float32: 592 tensors, 1.74 GB",
+        lambda: _mixed(**GPT_124M),
+        tasks=BASIC,
+    ),
+    "run-10k": Kind("a run of 10,000 checkpoints", lambda: _many(10_000, 1), each="checkpoint", tasks=LISTS),
+    "fsdp-2": Kind(f"{_FSDP}, on 2 ranks of gloo", dict, ranks=2),
+    "fsdp-4": Kind(f"{_FSDP}, on 4 ranks of gloo", dict, ranks=4),
+    "thousand": Kind("1,024 simulated ranks with a part of each of 1,000 tensors", dict),
+    "toy": Kind("a GPT-2 of toy size: 48 tensors, 0.3 MB", lambda: _gpt(**TOY)),
+    "toy-many": Kind("300 tensors of 1 KB in one flat dict", lambda: _many(300, 256), each="tensor"),
+    "toy-mix": Kind("a GPT-2 of toy size in mixed precision", lambda: _mixed(**TOY), tasks=BASIC),
+    "toy-fsdp": Kind("a GPT-2 of toy size with AdamW, sharded by FSDP2 on 2 ranks of gloo", dict, ranks=2),
+    "toy-run": Kind("a run of 20 checkpoints", lambda: _many(20, 1), each="checkpoint", tasks=LISTS),
 }
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from benchmarks.systems.bare import Bare, BareHashed, Copy
+from benchmarks.systems.bare import Bare, BareHashed, Copy, NicedWriter, Writer
 from benchmarks.systems.base import System
 from benchmarks.systems.dcp import OneThread, TwoThreads
-from benchmarks.systems.flat import Flat
+from benchmarks.systems.flat import Flat, FlatFile
+from benchmarks.systems.loaders import Fastsafetensors, RunaiStreamer
 from benchmarks.systems.ours import Shardstore
 from benchmarks.systems.s3_clients import Boto3, Boto3Managed, Connector, ConnectorDcp, Obstore, S3fs
 from benchmarks.systems.safetensors_file import Safetensors, SafetensorsCloned
+from benchmarks.systems.tensorizer_file import Tensorizer
+from benchmarks.systems.torch_checkpointing_folder import TorchCheckpointing
 from benchmarks.systems.torch_save import Torch, TorchMapped, TorchUnchecked
 
 __all__ = ["SYSTEMS", "System"]
@@ -24,10 +27,17 @@ SYSTEMS: dict[str, System] = {
         SafetensorsCloned(),
         OneThread(),
         TwoThreads(),
+        TorchCheckpointing(),
+        Tensorizer(),
+        Fastsafetensors(),
+        RunaiStreamer(),
         Flat(),
+        FlatFile(),
         Bare(),
         BareHashed(),
         Copy(),
+        NicedWriter(),
+        Writer(),
         S3fs(),
         Boto3Managed(),
         Boto3(),

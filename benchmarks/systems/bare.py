@@ -9,6 +9,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,8 +17,11 @@ import numpy as np
 import torch
 import xxhash
 
+from benchmarks.portion import Portion
 from benchmarks.states import Case, Tree, leaves
 from benchmarks.systems.base import System, flush
+from shardstore.index import HEAD_BYTES
+from shardstore.index import NAME as INDEX
 
 WRITTEN, READ = 4 << 20, 16 << 20  # bytes in one system call; more gains nothing
 HASHED = 1 << 20  # bytes hashed in one go, which stay in a core's cache
@@ -29,13 +33,18 @@ Batch = tuple[int, list[memoryview], int]  # offset, views, bytes
 
 def parts(case: Case) -> list[Part]:
     """The tensors of each thread's file: the largest first, each to the file that has least."""
-    files: list[Part] = [[] for _ in range(case.threads)]
-    filled = [0] * case.threads
+    files: list[Part] = [[] for _ in range(_count(case))]
+    filled = [0] * len(files)
     for name, tensor in sorted(leaves(case.state), key=lambda item: -item[1].nbytes):
         least = filled.index(min(filled))
         files[least].append((name, tensor))
         filled[least] += tensor.nbytes
     return files
+
+
+def _count(case: Case) -> int:
+    """Of files, and of threads."""
+    return min(case.threads, case.tensors)
 
 
 def batches(buffers: list[memoryview], most: int) -> list[Batch]:
@@ -55,7 +64,7 @@ def batches(buffers: list[memoryview], most: int) -> list[Batch]:
 
 def each(case: Case, work: Callable[[int], Any]) -> list[Any]:
     """Call `work(number)` on a thread for each file; raises what one of them raised."""
-    done: list[Any] = [None] * case.threads
+    done: list[Any] = [None] * _count(case)
     failed: list[BaseException] = []
 
     def run(number: int) -> None:
@@ -64,7 +73,7 @@ def each(case: Case, work: Callable[[int], Any]) -> list[Any]:
         except BaseException as error:  # noqa: BLE001 - raised below, in the thread that waits
             failed.append(error)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(case.threads)]
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(_count(case))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -84,6 +93,12 @@ def _plan(case: Case, tree: str, most: int) -> list[list[Batch]]:
         tensors = dict(leaves(getattr(case, tree)))
         case.cache[tree, most] = [batches([_bytes(tensors[name]) for name, _ in part], most) for part in parts(case)]
     return case.cache[tree, most]
+
+
+def _head(path: Path) -> int:
+    """How many bytes the head of a file has."""
+    with path.open("rb", buffering=0) as file:
+        return len(file.read(HEAD_BYTES))
 
 
 def _ignore(_views: list[memoryview]) -> None:
@@ -112,26 +127,27 @@ class Bare(System):
         "load-into": "preadv into the tensors",
         "load-fresh": "preadv into huge-page memory",
         "load-mapped": "xxh3_128 of private maps",
+        "partial": "pread",
+        "list": "listdir, read the head of each index",
     }
 
     def save(self, case: Case, folder: Path, *, durable: bool) -> None:
         plan = _plan(case, "state", self.written)
-
-        def write(number: int) -> None:
-            file = os.open(folder / f"{number}.bin", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            try:
-                for _, views, size in plan[number]:
-                    self.look(views)
-                    if os.writev(file, views) != size:
-                        raise OSError("short write")
-                if durable:
-                    os.fsync(file)
-            finally:
-                os.close(file)
-
-        each(case, write)
+        each(case, lambda number: self._write(folder / f"{number}.bin", plan[number], durable=durable))
         if durable:
             flush(folder)
+
+    def _write(self, path: Path, calls: list[Batch], *, durable: bool) -> None:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            for _, views, size in calls:
+                self.look(views)
+                if os.writev(file, views) != size:
+                    raise OSError("short write")
+            if durable:
+                os.fsync(file)
+        finally:
+            os.close(file)
 
     def load_into(self, case: Case, folder: Path) -> None:
         plan = _plan(case, "target", self.read)
@@ -169,6 +185,23 @@ class Bare(System):
 
         return each(case, check)
 
+    def partial(self, case: Case, folder: Path, wanted: Portion) -> dict[str, torch.Tensor]:
+        found = {}
+        for number, part in enumerate(parts(case)):
+            with (folder / f"{number}.bin").open("rb", buffering=0) as file:
+                at = 0
+                for name, tensor in part:
+                    if rows := wanted.get(name):
+                        found[name] = torch.empty_like(tensor[rows])
+                        file.seek(at + rows.start * tensor[0].nbytes)
+                        file.readinto(_bytes(found[name]))
+                    at += tensor.nbytes
+        return found
+
+    def list(self, case: Case, folder: Path) -> int:  # noqa: ARG002
+        found = (name for name in os.listdir(folder) if name.startswith("step-"))
+        return sum(1 for name in found if _head(folder / name / INDEX))
+
     def tree(self, loaded: Any, case: Case) -> Tree:
         found: dict[str, torch.Tensor] = {}
         for memory, part in zip(loaded, parts(case), strict=True):
@@ -191,7 +224,53 @@ class BareHashed(Bare):
         "save-durable": "xxh3_128, write, fsync",
         "load-into": "preadv into the tensors, xxh3_128",
         "load-fresh": "preadv into huge-page memory, xxh3_128",
+        "verify": "preadv into one buffer, xxh3_128",
     }
+
+    def verify(self, case: Case, folder: Path) -> bool:
+        def read(number: int) -> int:
+            buffer, total = memoryview(bytearray(self.read)), 0
+            digest = xxhash.xxh3_128()
+            with (folder / f"{number}.bin").open("rb", buffering=0) as file:
+                while count := file.readinto(buffer):
+                    digest.update(buffer[:count])
+                    total += count
+            digest.digest()
+            return total
+
+        return sum(each(case, read)) == case.nbytes
+
+
+class Writer(Bare):
+    """One thread that writes beside a training, with the priority of all others."""
+
+    name = "bare-writer"
+    nice = 0
+    calls: ClassVar = {"beside": "write, on a thread"}
+
+    def background(self, case: Case, folder: Path) -> Any:
+        pool = ThreadPoolExecutor(1, initializer=self._make_nice)
+        writing = pool.submit(self._write_all, _plan(case, "state", self.written), folder)
+        pool.shutdown(wait=False)
+        return writing
+
+    def _make_nice(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self.nice)  # of this thread, on Linux
+
+    def _write_all(self, plan: list[list[Batch]], folder: Path) -> None:
+        for number, calls in enumerate(plan):
+            self._write(folder / f"{number}.bin", calls, durable=False)
+
+    def wrong(self, case: Case, folder: Path) -> str | None:
+        return Bare().wrong(case, folder)
+
+
+class NicedWriter(Writer):
+    """The same at the lowest priority."""
+
+    name = "bare-niced"
+    nice = 19
+    calls: ClassVar = {"beside": "write, on a thread at nice 19"}
 
 
 class Copy(System):
@@ -201,7 +280,11 @@ class Copy(System):
     kind = "limit"
     files = "copy"
     lacks = "files"
-    calls: ClassVar = {"load-into": "copy_, no file"}
+    calls: ClassVar = {
+        "load-into": "copy_, no file",
+        "stall": "copy_ into touched memory",
+        "stall-workers": "copy_ into touched memory",
+    }
 
     def save(self, case: Case, folder: Path, *, durable: bool) -> None:
         """There is nothing to prepare."""
@@ -210,3 +293,9 @@ class Copy(System):
         if "copy" not in case.cache:
             case.cache["copy"] = [[tensor for _, tensor in leaves(tree)] for tree in (case.target, case.state)]
         torch._foreach_copy_(*case.cache["copy"])
+
+    def background(self, case: Case, folder: Path) -> Any:
+        self.load_into(case, folder)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any, ClassVar
 
+from benchmarks.portion import Portion
 from benchmarks.states import Case, Tree, difference, zero
 
 
@@ -21,6 +23,7 @@ class System:
     files: ClassVar[str]  # systems with the same word here read each other's files
     calls: ClassVar[dict[str, str]] = {}  # by task, what is called
     lacks: ClassVar[str] = ""  # what it does not do, of: hash, fsync, atomic commit
+    cannot: ClassVar[dict[str, str]] = {}  # by state, why it is not measured there
     slow: ClassVar[frozenset[str]] = frozenset()  # states on which it takes minutes: left out of a quick run
 
     def missing(self) -> str | None:
@@ -47,6 +50,33 @@ class System:
         """Open, learn all names, types and shapes, close; return how many tensors there are."""
         raise NotImplementedError
 
+    def partial(self, case: Case, folder: Path, wanted: Portion) -> dict[str, Any]:
+        """Some rows of some tensors, in memory of their own, by dotted names."""
+        raise NotImplementedError
+
+    def verify(self, case: Case, folder: Path) -> bool:
+        """Read all bytes and check them, keeping none."""
+        raise NotImplementedError
+
+    def background(self, case: Case, folder: Path) -> Any:
+        """Begin a background save; return what has `done()` and `result()` once the state may be changed."""
+        raise NotImplementedError
+
+    def release(self, case: Case) -> None:
+        """Give back what background saves keep for the next one."""
+
+    def convert(self, case: Case, folder: Path) -> None:
+        """Make a checkpoint of the flat file of a C trainer that lies in the folder."""
+        raise NotImplementedError
+
+    def list(self, case: Case, folder: Path) -> int:
+        """How many checkpoints a run has."""
+        raise NotImplementedError
+
+    def newest(self, case: Case, folder: Path) -> int:
+        """The step of a run's newest checkpoint."""
+        raise NotImplementedError
+
     def tree(self, loaded: Any, _case: Case) -> Tree:
         """What was loaded, as dicts of tensors; not timed."""
         return loaded
@@ -68,3 +98,8 @@ def flush(*paths: Path) -> None:
             os.fsync(file)
         finally:
             os.close(file)
+
+
+def needs(module: str) -> str | None:
+    """Why a system without that module can't be measured."""
+    return None if importlib.util.find_spec(module) else f"needs the package {module}, of the extra `bench`"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from benchmarks.states import Case
 from benchmarks.systems.base import System
@@ -46,7 +47,20 @@ class TwoThreads(OneThread):
     calls: ClassVar = {
         "save": "dcp.save, thread_count=2",
         "save-durable": "dcp.save, thread_count=2, sync_files",
+        "stall": "dcp.async_save, one DefaultStager",
+        "stall-workers": "dcp.async_save, one DefaultStager",
+        "beside": "dcp.async_save, one DefaultStager",
     }
+
+    def background(self, case: Case, folder: Path) -> Any:
+        if self.name not in case.cache:
+            case.cache[self.name] = DefaultStager(StagingOptions(*[False] * 4))  # what runs without CUDA
+        writer = dcp.FileSystemWriter(folder, thread_count=self.threads)
+        return dcp.async_save(case.state, storage_writer=writer, no_dist=True, async_stager=case.cache[self.name])
+
+    def release(self, case: Case) -> None:
+        if stager := case.cache.pop(self.name, None):
+            stager.close()
 
     def wrong(self, case: Case, folder: Path) -> str | None:
         return OneThread().wrong(case, folder)

@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from benchmarks.portion import Portion
 from benchmarks.states import Case, leaves
 from benchmarks.systems.base import System, flush
 
@@ -27,6 +28,7 @@ class Safetensors(System):
         "load-into": "load_file, copy_",
         "load-mapped": "load_file; reads no tensor",
         "open": "safe_open, keys",
+        "partial": "safe_open, get_slice, clone",
     }
 
     def save(self, case: Case, folder: Path, *, durable: bool) -> None:
@@ -45,6 +47,10 @@ class Safetensors(System):
     def open(self, case: Case, folder: Path) -> int:  # noqa: ARG002
         with safe_open(folder / NAME, framework="pt") as file:
             return len(file.keys())
+
+    def partial(self, case: Case, folder: Path, wanted: Portion) -> dict[str, torch.Tensor]:  # noqa: ARG002
+        with safe_open(folder / NAME, framework="pt") as file:
+            return {name: file.get_slice(name)[rows].clone() for name, rows in wanted.items()}
 
 
 class SafetensorsCloned(System):

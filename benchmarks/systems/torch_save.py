@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from benchmarks.portion import Portion
 from benchmarks.states import Case, leaves, like
 from benchmarks.systems.base import System, flush
 
@@ -81,6 +82,7 @@ class TorchMapped(System):
         "load-into": "torch.load(mmap=True), copy_",
         "load-fresh": "torch.load(mmap=True), clone",
         "load-mapped": "torch.load(mmap=True); reads no tensor",
+        "partial": "torch.load(mmap=True), clone of rows",
     }
 
     def load_into(self, case: Case, folder: Path) -> None:
@@ -91,3 +93,7 @@ class TorchMapped(System):
 
     def load_mapped(self, case: Case, folder: Path) -> Any:  # noqa: ARG002
         return torch.load(folder / NAME, weights_only=True, mmap=True)
+
+    def partial(self, case: Case, folder: Path, wanted: Portion) -> dict[str, torch.Tensor]:
+        loaded = dict(leaves(self.load_mapped(case, folder)))
+        return {name: loaded[name][rows].clone() for name, rows in wanted.items()}

@@ -10,7 +10,7 @@ from shardstore.errors import CheckpointExists, Damaged, KeyMissing, StoreUnavai
 from shardstore.storage import Blob, Bytes, Store
 
 LIMIT = 16 * 1024 * 1024
-_TRIES = 5
+_TRIES = 8  # at 2 s for each, longer than the claim of a writer counts that has died with it
 
 Members = Mapping[str, tuple[type, ...]]
 NONE = type(None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -29,23 +29,28 @@ def local_of(tensor: Any) -> torch.Tensor:
     return made
 
 
-def part_held(tensor: Any, path: str) -> Part:
+Layouts: TypeAlias = dict[tuple[int, Any, Shape], tuple[Box, Box, Part]]
+"""By mesh, placements and shape: the part by arithmetic, that which torch claims, and what is made of it.
+
+For one walk over a state: torch takes its time to describe each DTensor, and most are laid out alike.
+"""
+
+
+def part_held(tensor: Any, path: str, known: Layouts | None = None) -> Part:
     """Which part this rank holds. Raises UnsupportedState for what is not to be trusted or not finished.
 
     torch's own claim is compared with our arithmetic and with the shape of the local tensor: it is known to be wrong
     for some uneven layouts (pytorch issues 168134, 161368), and rows filed under a wrong place are lost.
     """
-    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
-    at = mesh.get_coordinate()
-    if at is None:
-        return _NOBODY
-    placements = [_placement(placement, path) for placement in tensor.placements]
-    sizes = tuple(mesh.mesh.shape)
-    try:
-        box = part_of(shape, sizes, at, placements)
-        claimed = _claimed(tensor, shape)
-    except (ValueError, NotImplementedError) as error:
-        raise refuse(path, f"the layout {tensor.placements} of this DTensor is not understood: {error}") from None
+    known = {} if known is None else known
+    shape = tuple(tensor.shape)
+    layout = id(tensor.device_mesh), tensor.placements, shape
+    if layout not in known:
+        found = _laid_out(tensor, shape, path)
+        if found is None:
+            return _NOBODY
+        known[layout] = found
+    box, claimed, part = known[layout]
     local = tuple(local_of(tensor).shape)
     if local != box.shape or not (claimed == box or not (claimed.volume or box.volume)):
         raise refuse(
@@ -54,7 +59,23 @@ def part_held(tensor: Any, path: str) -> Part:
             f"torch claims {claimed.shape} at {claimed.origin}, by arithmetic it is {box.shape} at {box.origin}; "
             "redistribute() it, or let its dimension divide evenly",
         )
-    return Part(box, tuple(mesh.mesh.flatten().tolist()), places_of(sizes, at, placements))
+    return part
+
+
+def _laid_out(tensor: Any, shape: Shape, path: str) -> tuple[Box, Box, Part] | None:
+    """What `Layouts` has of a layout; None for a rank outside of the mesh."""
+    mesh = tensor.device_mesh
+    at = mesh.get_coordinate()
+    if at is None:
+        return None
+    placements = [_placement(placement, path) for placement in tensor.placements]
+    sizes = tuple(mesh.mesh.shape)
+    try:
+        box = part_of(shape, sizes, at, placements)
+        claimed = _claimed(tensor, shape)
+    except (ValueError, NotImplementedError) as error:
+        raise refuse(path, f"the layout {tensor.placements} of this DTensor is not understood: {error}") from None
+    return box, claimed, Part(box, tuple(mesh.mesh.flatten().tolist()), places_of(sizes, at, placements))
 
 
 def _placement(placement: Any, path: str) -> Placement:

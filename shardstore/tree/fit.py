@@ -11,7 +11,7 @@ import torch
 from shardstore.errors import Mismatch, UnsupportedState
 from shardstore.tree.binding import Steps
 from shardstore.tree.destinations import Fill, spec_of, unfit
-from shardstore.tree.dtensors import is_dtensor, local_of, part_held
+from shardstore.tree.dtensors import Layouts, is_dtensor, local_of, part_held
 from shardstore.tree.optimizers import Names
 from shardstore.tree.registry import codec_of
 from shardstore.tree.restore import Restorer
@@ -54,6 +54,7 @@ class Fit:
         self._aliases = aliases
         self._devices: dict[int, torch.device] = {}
         self._names: Names | None = None
+        self._layouts: Layouts = {}
 
     @property
     def names(self) -> Names:
@@ -144,7 +145,7 @@ class Fit:
         """Plan to fill a tensor that fits. Raises UnsupportedState for a DTensor with a layout that is in doubt."""
         number = self.first(number)
         if is_dtensor(target):
-            part, local = part_held(target, self.table.labels[number]), local_of(target).detach()
+            part, local = part_held(target, self.table.labels[number], self._layouts), local_of(target).detach()
             if local.numel() or not target.numel():
                 self.fills.append(Fill(number, local, part.box))
             return

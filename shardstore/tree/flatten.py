@@ -16,7 +16,7 @@ from torch import nn
 from shardstore.errors import UnsupportedState
 from shardstore.specs import Lazy
 from shardstore.tree import arrays, scalars
-from shardstore.tree.dtensors import is_dtensor, local_of, part_held
+from shardstore.tree.dtensors import Layouts, is_dtensor, local_of, part_held
 from shardstore.tree.modules import module_state, own_buffers
 from shardstore.tree.objects import functions_of, kind_of, no_state, stateful_state
 from shardstore.tree.optimizers import Names, optimizer_state
@@ -65,6 +65,7 @@ class _Walk:
         self.leaves = Leaves()
         self.own = Leaves()
         self.per_rank_nodes: dict[str, Node] = {}
+        self._layouts: Layouts = {}
         self.buffers: set[int] = set()
         self._rank = rank
         self.left: list[str] = []
@@ -197,7 +198,7 @@ class _Walk:
         if split:
             if self.leaves is self.own:
                 raise refuse(label, "a DTensor is no value of one rank; take it out of the PerRank, or give to_local()")
-            part = part_held(value, label)
+            part = part_held(value, label, self._layouts)
             return {"$t": self.leaves.add_part(label, local_of(value).detach(), value.shape, part), **flags}
         parts = arrays.sparse_parts(value)
         if parts is None:

@@ -22,7 +22,7 @@ LOCAL = [
     for task, name in PAIRS
     if not TASKS[task].remote
     and TASKS[task].suits(state)
-    and (task, name) not in {("beside", "torch_checkpointing"), ("stall-workers", "torch_checkpointing")}  # as stall
+    and (task, name) != ("beside", "torch_checkpointing")  # the same calls as in stall, and another process to start
 ]
 REMOTE = [(task, name) for task, name in PAIRS if TASKS[task].remote]
 
@@ -101,6 +101,18 @@ def test_the_large_state_is_what_the_goals_speak_of(monkeypatch):
     assert len(tensors) == 444
     assert sum(tensor.numel() for tensor in tree["model"].values()) == 124_439_808
     assert sum(tensor.nbytes for tensor in tensors) == 1_493_277_696
+
+
+def test_files_that_no_later_task_reads_are_removed(shm_path):
+    """What is kept stays, what is not is saved again when it is wanted."""
+    case = Case.of("toy", threads=2)
+    with library(case, shm_path) as shelf:
+        flat, bare = shelf.of(SYSTEMS["flat"]), shelf.of(SYSTEMS["bare"])
+        shelf.keep({"flat"})
+        assert (flat.exists(), bare.exists()) == (True, False)
+        assert shelf.of(SYSTEMS["flat"]) == flat
+        assert shelf.of(SYSTEMS["bare"]).exists()
+    assert not list(shm_path.iterdir())
 
 
 @pytest.mark.parametrize("task", ["save", "load-into"])

@@ -1,7 +1,7 @@
 """Real processes at the price of a fork: a process that has imported all, runs on one thread, and forks at command.
 
 It takes a line of JSON at a time: `{"job": ..., ...}` forks a process that does the job, `{"pid": ...}` waits until
-that one has ended or stopped.
+that one has ended or stopped, `{}` ends it.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Zygote:
     def __exit__(self, *error: object) -> None:
         with self._process:
             assert self._process.stdin is not None
+            self._process.stdin.write("{}\n")  # an end of file may never come: other forks hold the pipe open
             self._process.stdin.close()
 
     def start(self, job: str, **arguments: Any) -> Child:
@@ -93,6 +94,8 @@ class _Server:
     def serve(self) -> None:
         for line in sys.stdin:
             request = json.loads(line)
+            if not request:
+                break
             answer = self._wait(request["pid"]) if "pid" in request else self._fork(**request)
             print(json.dumps(answer), flush=True)
         for pid in self._answers:
