@@ -20,7 +20,7 @@ from shardstore.hashing import DIGEST_BYTES, new
 from shardstore.index import FileEntry, Index
 from shardstore.plan import Segment
 from shardstore.storage.port import Store
-from shardstore.transfer.write import in_parallel
+from shardstore.transfer.write import SLICE, in_parallel
 
 Move: TypeAlias = tuple[int, int, int]
 """To which address, from which, how many bytes."""
@@ -99,13 +99,28 @@ class Reader:
             layouts.append(self._layout(job, begin + at, scratch[at : at + length], base + at))
         with self._lock:
             self.outcome.done.setdefault(job.file, []).extend(run)
-        job.store.read_into(job.entry.path, begin, [buffer for buffers, _ in layouts for buffer in buffers])
-        for number, (buffers, moves) in zip(run, layouts, strict=True):
-            self._check(job, number, buffers, moves)
+        if job.store.capabilities.mappable:  # a call costs little there
+            begins = range(begin, begin + size, self._index.block)
+            digests = [self._read_hashed(job, at, buffers) for at, (buffers, _) in zip(begins, layouts, strict=True)]
+        else:
+            job.store.read_into(job.entry.path, begin, [buffer for buffers, _ in layouts for buffer in buffers])
+            digests = [self._hash(buffers) for buffers, _ in layouts]
+        for number, (_, moves), digest in zip(run, layouts, digests, strict=True):
+            self._check(job, number, digest, moves)
         self._reporter.moved(size)
 
-    def _check(self, job: Job, number: int, buffers: Sequence[memoryview], moves: Sequence[Move]) -> None:
-        if self._hash(buffers) != job.entry.block_digest(number, self._digest_bytes):
+    def _read_hashed(self, job: Job, begin: int, buffers: Sequence[memoryview]) -> bytes:
+        """Read a block in slices, each hashed while it is in the processor's cache; returns the digest."""
+        state = new(self._index.hash)
+        for group in _slices(buffers):
+            job.store.read_into(job.entry.path, begin, group)
+            for buffer in group:
+                state.update(buffer)
+                begin += len(buffer)
+        return state.digest()
+
+    def _check(self, job: Job, number: int, digest: bytes, moves: Sequence[Move]) -> None:
+        if digest != job.entry.block_digest(number, self._digest_bytes):
             self._report(job, number)
             return
         for to, source, nbytes in moves:
@@ -156,6 +171,23 @@ class Reader:
 def _untouched(nbytes: int) -> memoryview:
     """A buffer that takes room only where it is written to: most of a block goes past it."""
     return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def _slices(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """The buffers in groups of at most SLICE bytes; long ones are cut."""
+    group: list[memoryview] = []
+    room = SLICE
+    for buffer in buffers:
+        while len(buffer):
+            part = buffer[:room]
+            group.append(part)
+            room -= len(part)
+            buffer = buffer[len(part) :]  # noqa: PLW2901 - what is left of it
+            if not room:
+                yield group
+                group, room = [], SLICE
+    if group:
+        yield group
 
 
 def _within(segments: Sequence[Segment], begin: int, size: int) -> Iterator[Segment]:
