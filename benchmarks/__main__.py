@@ -191,8 +191,6 @@ def main() -> int:
     if options.render:
         report.render(json.loads(options.render.read_text("utf-8")))
         return 0
-    warnings.simplefilter("ignore")  # of the peers
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that folders are removed
     done = run(options)
     options.out.write_text(json.dumps(done, indent=1) + "\n", "utf-8")
     print(report.markdown(done))
@@ -201,4 +199,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("ignore")  # of the peers
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that folders are removed
     sys.exit(main())
