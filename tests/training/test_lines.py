@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from shardstore.run import Run
 from shardstore.training import Checkpointer, KeepLast
@@ -22,6 +23,7 @@ def dies(work: Callable[[], None]) -> None:
     child = os.fork()
     if child == 0:
         try:
+            torch.set_num_threads(1)  # torch's helper threads are the parent's: to wait for them takes for ever
             work()
         finally:
             os._exit(1)
