@@ -11,6 +11,7 @@ import torch
 from shardstore.errors import InvalidArgument, brief
 from shardstore.formats.plain import Tensor, bytes_of, spec_of
 from shardstore.memory import owned, torch_dtype
+from shardstore.specs import DTYPES as STORED
 from shardstore.specs import Lazy, TensorSpec
 
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
@@ -39,7 +40,10 @@ def check_dtype(dtype: Any) -> str | None:
 
 
 def cast(state: Any, dtype: str) -> Any:
-    """Plain data with its floating-point tensors in another dtype, but for single numbers, such as Adam's steps."""
+    """Plain data with its floating-point tensors in another dtype, but for single numbers, such as Adam's steps.
+
+    Packed ones, of which torch converts none, stay as they are.
+    """
     made: dict[int, Tensor] = {}
 
     def one(value: Any) -> Any:
@@ -65,4 +69,5 @@ def _floating(tensor: Tensor, dtype: str) -> bool:
     if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
         return False
     spec = spec_of(tensor)
-    return bool(spec.shape) and spec.dtype.startswith(("float", "bfloat")) and spec.dtype != dtype
+    floating = spec.dtype.startswith(("float", "bfloat")) and not STORED[spec.dtype].packed
+    return bool(spec.shape) and floating and spec.dtype != dtype

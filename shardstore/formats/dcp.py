@@ -71,13 +71,15 @@ class _Items:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._sizes: dict[str, int] = {}
+        self._seen: dict[str, tuple[int, int]] = {}
 
     def load(self, place: Place, name: str) -> Any:
         """One item, as torch reads it with `weights_only=True`. `name` is what it is called in errors."""
         where = os.path.join(self._path, place.file)
         try:
             with ForeignFile(where) as file:
+                if (file.nbytes, file.written) != self._seen[place.file]:
+                    raise ValueError("the file was written to meanwhile, by another save; try again when that is done")
                 if file.read(8, min(1, file.nbytes)) == b"{":
                     raise UnsupportedState(
                         f"{where} is of SerializationFormat.SAFETENSORS: save it anew without", path=""
@@ -99,11 +101,12 @@ class _Items:
     def check(self, place: Place) -> None:
         """That the file of an item is there, and long enough for it. Raises StoreError, Damaged."""
         path, end = os.path.join(self._path, place.file), place.offset + place.nbytes
-        if place.file not in self._sizes:
+        if place.file not in self._seen:
             with ForeignFile(path) as file:
-                self._sizes[place.file] = file.nbytes
-        if end > self._sizes[place.file]:
-            raise Damaged(f"{path} ends at byte {self._sizes[place.file]}, an item of it at {end}", file=path)
+                self._seen[place.file] = file.nbytes, file.written
+        nbytes, _ = self._seen[place.file]
+        if end > nbytes:
+            raise Damaged(f"{path} ends at byte {nbytes}, an item of it at {end}", file=path)
 
 
 class _Window(io.RawIOBase):
@@ -189,7 +192,7 @@ def _state(metadata: Metadata, items: _Items) -> dict[str, Any]:
     tensors = {name: DcpTensor(name, entry, items) for name, entry in metadata.tensors.items()}
     for place in [*metadata.values.values(), *(place for one in metadata.tensors.values() for _, place in one.parts)]:
         items.check(place)
-    root: dict[str | int, Any] = {}
+    root = _Branch()
     for name, path in metadata.paths.items():
         value = tensors[name] if name in tensors else items.load(metadata.values[name], name)
         node = root
@@ -200,7 +203,10 @@ def _state(metadata: Metadata, items: _Items) -> dict[str, Any]:
         if path[-1] in node:
             raise _torn(name)
         node[path[-1]] = value
-    return {str(key): _nested(value, str(key)) for key, value in root.items()}
+    made = _nested(root, "")
+    if type(made) is not dict:
+        raise _torn("")
+    return made
 
 
 class _Branch(dict[str | int, Any]):
@@ -210,12 +216,12 @@ class _Branch(dict[str | int, Any]):
 def _nested(node: Any, name: str) -> Any:
     if type(node) is not _Branch:
         return node
-    made = {key: _nested(value, name) for key, value in node.items()}
+    made = {key: _nested(value, name or str(key)) for key, value in node.items()}
     if all(type(key) is str for key in made):
         return made
-    if list(made) != list(range(len(made))):
+    if set(made) != set(range(len(made))):  # in any order: ranks share the writing of what they all have
         raise _torn(name)
-    return list(made.values())
+    return [made[place] for place in range(len(made))]
 
 
 def _torn(name: str) -> Damaged:

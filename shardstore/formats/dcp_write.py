@@ -20,10 +20,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardstore.errors import CheckpointExists, ShardstoreError, from_os_error
-from shardstore.formats.plain import plain, refuse
+from shardstore.errors import CheckpointExists, Damaged, ShardstoreError, from_os_error
+from shardstore.formats.dcp import DcpFormat
+from shardstore.formats.plain import bytes_of, plain, refuse, spec_of, tensors_in
+from shardstore.formats.port import Options
 from shardstore.memory import load
 from shardstore.specs import Lazy
+from shardstore.storage.posix import forget_pages
 
 NAME = "dcp"
 BATCH = 64 * 1024 * 1024
@@ -31,10 +34,10 @@ BATCH = 64 * 1024 * 1024
 
 
 def write(state: Any, path: str) -> None:
-    """Write a state through `dcp.save`, into a folder that is renamed when it is whole.
+    """Write a state through `dcp.save`, into a folder that is read back, and renamed when it is whole.
 
     DCP holds dicts with text as keys, lists, tensors, and values that `torch.load(weights_only=True)` takes. Raises
-    UnsupportedState for all else, before a byte is written; CheckpointExists, StoreError.
+    UnsupportedState for all else, before a byte is written; CheckpointExists, StoreError, Damaged.
     """
     lazy: dict[int, Lazy] = {}
     prepared = _prepared(plain(state), "", lazy)
@@ -45,8 +48,11 @@ def write(state: Any, path: str) -> None:
         os.mkdir(made)
         _save(prepared, lazy, made)
         _sync(made)
+        _read_back(prepared, made)
         os.rename(made, path)
         _sync(os.path.dirname(os.path.abspath(path)), files=False)
+    except ShardstoreError:
+        raise
     except OSError as error:
         raise from_os_error(error, "writing", path) from error
     finally:
@@ -151,11 +157,23 @@ def _batches(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
         yield batch
 
 
+def _read_back(prepared: Any, folder: str) -> None:
+    """That the disk has all tensors, with the CRCs that torch wrote from memory. Raises Damaged."""
+    with DcpFormat().read(folder, Options()) as found:
+        there = {path: spec_of(tensor) for path, tensor in tensors_in(found.state)}
+        if there != {path: spec_of(tensor) for path, tensor in tensors_in(prepared)}:
+            raise Damaged(f"{folder} does not read back: torch has left out tensors", file=folder)
+        for _, tensor in tensors_in(found.state):
+            for _ in bytes_of(tensor):
+                pass
+
+
 def _sync(folder: str, *, files: bool = True) -> None:
     """Flush a folder and what lies in it: DCP itself does so before all is written."""
     for name in [*(os.listdir(folder) if files else ()), ""]:
         fd = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
+            forget_pages(fd)  # what is read back comes from the disk
         finally:
             os.close(fd)

@@ -26,6 +26,7 @@ from shardstore.hashing import DIGEST_BYTES
 from shardstore.index import Index, Piece
 from shardstore.memory import owned, torch_dtype
 from shardstore.specs import DTYPES, TensorSpec
+from shardstore.tree import PerRank
 from shardstore.tree.arrays import layout_of, sparse_parts
 from shardstore.tree.flatten import is_flat
 from shardstore.tree.registry import BY_CLASS
@@ -146,6 +147,8 @@ def _opened(value: Any) -> tuple[_Empty, Iterable[tuple[Any, Any]]] | None:
         return _Empty("dict"), value.items()
     if type(value) in (list, tuple):
         return _Empty(type(value).__name__), enumerate(value)
+    if isinstance(value, PerRank):
+        return _Empty("PerRank"), enumerate(value.values)
     if isinstance(value, torch.Tensor) and (parts := sparse_parts(value)):
         return _Empty(f"{layout_of(value)} {list(value.shape)}"), parts.items()
     codec = BY_CLASS.get(type(value))
@@ -378,5 +381,5 @@ def _numbers(chunk: torch.Tensor, dtype: str) -> torch.Tensor | None:
     values = chunk.view(torch_dtype(dtype))
     try:
         return values.to(torch.complex128 if values.is_complex() else torch.float64)
-    except NotImplementedError:
+    except NotImplementedError:  # packed floats, bare bits, ints of few bits: torch has no conversion for them
         return None

@@ -13,7 +13,7 @@ from shardstore.events import Listener, Reporter, to_log
 from shardstore.hashing import DEFAULT, new
 from shardstore.memory import WINDOW, Windows
 from shardstore.specs import Lazy, TensorSpec
-from shardstore.storage import LocalStore
+from shardstore.storage import LocalStore, statx
 from shardstore.storage.posix import forget_pages
 from shardstore.transfer import HashedBody
 
@@ -21,15 +21,20 @@ _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS}
 
 
 class ForeignFile:
-    """A file that is open for reading, with the size that it had then. Links are followed: hubs keep files that way."""
+    """A file that is open for reading, with its size and the time of its last write. Links are followed, as hubs use.
+
+    Whoever writes into it meanwhile makes reading fail: else the half of one checkpoint and the half of another came.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a fifo must not block
-            self.nbytes = os.fstat(self._fd).st_size
+            statx.refresh(self._fd)  # as it is by now, not as a network file system remembers it
+            found = os.fstat(self._fd)
         except OSError as error:
             raise from_os_error(error, "opening", path) from error
+        self.nbytes, self.written = found.st_size, found.st_mtime_ns
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill a buffer. Raises StoreError; Damaged where the file ends before."""
@@ -42,6 +47,13 @@ class ForeignFile:
             if not count:
                 raise Damaged(f"{self.path} ends at {offset + at} bytes, more were expected", file=self.path)
             at += count
+        self.check_unchanged()
+
+    def check_unchanged(self) -> None:
+        """That nobody has written into it since it was opened, as far as the file system tells. Raises Damaged."""
+        found = os.fstat(self._fd)
+        if (found.st_size, found.st_mtime_ns) != (self.nbytes, self.written):
+            raise Damaged(f"{self.path} was written to while it was read: try again when it is whole", file=self.path)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Some bytes; to be asked for only where the file's size allows it."""
@@ -124,7 +136,7 @@ def put_file(path: str, body: Stream, *, overwrite: bool = False, listener: List
     try:
         store.put(temp, body)
         try:
-            _read_back(os.path.join(folder, temp), body)
+            read_back(os.path.join(folder, temp), body)
             _give_name(os.path.join(folder, temp), path, overwrite=overwrite)
         finally:
             store.delete(temp)  # which flushes the folder, too
@@ -133,7 +145,7 @@ def put_file(path: str, body: Stream, *, overwrite: bool = False, listener: List
     reporter.finished()
 
 
-def _read_back(path: str, body: Stream) -> None:
+def read_back(path: str, body: Stream) -> None:
     """That the disk has what was written. Raises Damaged."""
     with ForeignFile(path) as file:
         file.forget()

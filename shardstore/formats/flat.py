@@ -224,11 +224,14 @@ def _order(model: Any, adam: Mapping[Any, Any], layout: Layout | None) -> list[s
     first: dict[int, str] = {}
     for name, tensor in model.items():
         first.setdefault(id(tensor), name)
+    known = {id(model[name]): name for name in adam if name in model}
     names: list[str] = []
     for name, tensor in model.items():
-        if name in adam:
-            names.append(name)
-        elif first[id(tensor)] == name and not any(model[n] is tensor for n in adam if n in model):
+        if first[id(tensor)] != name:
+            continue  # a tied one stands where its first name does, whichever of them the optimizer knows
+        if id(tensor) in known:
+            names.append(known[id(tensor)])
+        else:
             why = "it has no moments: a frozen parameter, or a buffer, which a layout may name under 'left_out'"
             raise refuse(WHAT, f"model/{name}", why)
     _all_used(adam, names)

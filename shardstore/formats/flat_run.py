@@ -1,7 +1,8 @@
 """The run folder of trainers that save flat files: `step_NNNNNN.bin`, and three small JSON files beside them.
 
 `.loss.json` is a list with one entry a step, from step 1 on: a number, `[step, loss]`, or an object with `step` and
-`loss`; or an object of step to loss. `.samples.json` and `.state.json` are whatever JSON the trainer keeps.
+`loss`, of which the last one of a step counts; or an object of step to loss. `.samples.json` and `.state.json` are
+whatever JSON the trainer keeps.
 """
 
 from __future__ import annotations
@@ -105,10 +106,15 @@ def read_losses(folder: str) -> dict[int, float]:
         pairs = [(int(step) if step.isascii() and step.isdigit() else step, loss) for step, loss in value.items()]
     elif isinstance(value, list):
         pairs = [_pair(number, entry) for number, entry in enumerate(value, 1)]
-    good = all(type(step) is int and 0 <= step < 2**63 and type(loss) in (int, float) for step, loss in pairs)
+    good = all(type(step) is int and 0 <= step < 2**63 and is_loss(loss) for step, loss in pairs)
     if not good or not isinstance(value, dict | list):
         raise Damaged(f"{folder}: .loss.json has not one loss a step", file=".loss.json")
-    return dict(sorted((step, float(loss)) for step, loss in pairs))
+    return dict(sorted({step: float(loss) for step, loss in pairs}.items()))
+
+
+def is_loss(value: Any) -> bool:
+    """Whether a value is a number, and not one beyond what a float holds."""
+    return type(value) is float or (type(value) is int and abs(value) < 2**1023)
 
 
 def _pair(number: int, entry: Any) -> tuple[Any, Any]:

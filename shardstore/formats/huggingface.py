@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 
 from shardstore import strictjson
 from shardstore.errors import CheckpointExists, Damaged, InvalidArgument
-from shardstore.formats.files import FileTensor, ForeignFile
+from shardstore.formats.files import FileTensor, ForeignFile, Stream, read_back
 from shardstore.formats.port import Foreign, Options
 from shardstore.formats.safetensors import Opened, body, open_file, split, weights_of, with_ties
 from shardstore.index import HF_NAME
-from shardstore.storage import Body, Bytes, LocalStore, check_key
+from shardstore.storage import LocalStore, check_key
 
 NAME = "huggingface"
 SINGLE = "model.safetensors"
@@ -60,12 +60,13 @@ class HuggingFaceFormat:
         names = (
             [SINGLE] if len(files) == 1 else [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in _from_1(files)]
         )
-        bodies: list[Body] = [body(file, ties) for file in files]
+        bodies = [body(file, ties) for file in files]
         if len(files) > 1:
             placed = {tensor: name for name, file in zip(names, files, strict=True) for tensor in file}
             total = sum(tensor.nbytes for tensor in weights.values())
             names.append(HF_NAME)
-            bodies.append(Bytes(strictjson.dumps({"metadata": {"total_size": total}, "weight_map": placed}) + b"\n"))
+            index = strictjson.dumps({"metadata": {"total_size": total}, "weight_map": placed}) + b"\n"
+            bodies.append(Stream(len(index), lambda: [memoryview(index)]))
         _put(path, dict(zip(names, bodies, strict=True)))
 
 
@@ -73,8 +74,8 @@ def _from_1(files: Any) -> range:
     return range(1, len(files) + 1)
 
 
-def _put(path: str, files: dict[str, Body]) -> None:
-    """Write files that nothing is in the place of; where one fails, none stays."""
+def _put(path: str, files: dict[str, Stream]) -> None:
+    """Write files that nothing is in the place of, and read each back; where one fails, none stays."""
     there = [name for name in _listed(path) if name == HF_NAME or name.endswith(".safetensors")]
     if there:
         raise CheckpointExists(f"{path!r} holds {there[0]} already: choose another place")
@@ -83,6 +84,7 @@ def _put(path: str, files: dict[str, Body]) -> None:
         for name, content in files.items():
             written.append(name)
             store.put(name, content)
+            read_back(os.path.join(path, name), content)
     except BaseException:
         with contextlib.suppress(Exception):
             for name in written:

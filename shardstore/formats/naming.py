@@ -25,7 +25,14 @@ def with_names(state: Any, layout: Layout | None, notes: list[str]) -> Any:
     def one(value: Any, path: str) -> dict[str, Any] | None:
         if not numbered(value):
             return None
-        names = _own_names(value) or _of_layout(value, layout) or _of_models(value, models)
+        names = _own_names(value) or _of_layout(value, layout)
+        if not names:
+            names = _of_models(value, models)
+            if names and value["state"]:
+                notes.append(
+                    f"the parameters of the optimizer in {path!r} are taken to be in the order of the model, which it "
+                    "does not say; if it was given them in another one, a layout with its groups tells that"
+                )
         if names is None:
             notes.append(
                 f"the optimizer state in {path!r} keeps the numbers of its parameters, whose names can't be told for "

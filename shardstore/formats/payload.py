@@ -22,6 +22,7 @@ import torch
 from shardstore import strictjson
 from shardstore.errors import Damaged, ShardstoreError, UnsupportedVersion, brief
 from shardstore.formats.files import ForeignFile
+from shardstore.formats.flat_run import is_loss
 from shardstore.formats.naming import with_names, with_numbers
 from shardstore.formats.plain import Tensor, plain, refuse
 from shardstore.formats.port import Foreign, Options
@@ -179,7 +180,7 @@ def _taken(payload: dict[Any, Any], path: str, options: Options) -> Foreign:
         raise Damaged(f"{path}: it has no model, or no state", file=path)
     step, epoch, batch = (_count(place, name, path) for name in ("step", "epoch", "batch_in_epoch"))
     losses = place.get("losses", [])
-    if not isinstance(losses, list) or not all(type(loss) in (int, float) for loss in losses):
+    if not isinstance(losses, list) or not all(map(is_loss, losses)):
         raise Damaged(f"{path}: the losses are no list of numbers", file=path)
     parts = {name: payload[name] for name in _TRAINING if payload.get(name) is not None}
     state = with_names(parts, options.layout, found.notes)

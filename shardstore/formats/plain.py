@@ -20,9 +20,12 @@ Tensor = torch.Tensor | Lazy
 def plain(state: Any) -> Any:
     """Anything that `save` takes as plain data, an optimizer's state by the names of its parameters.
 
-    Tied tensors are one object. Raises UnsupportedState as `save` does.
+    Tied tensors are one object. Raises UnsupportedState as `save` does, and for values per rank.
     """
     flat = tree.flatten(state)
+    for path in flat.nodes:
+        why = "it is a value per rank, which only a store holds; choose other sections with --only"
+        raise UnsupportedState(f"{path.rstrip('/')}: {why}", path=path)
     first = {number: flat.aliases.get(number, number) for number in range(len(flat.leaves))}
 
     def lookup(number: int) -> Any:

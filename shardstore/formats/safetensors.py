@@ -105,7 +105,7 @@ def _spec(stored: Stored, name: str, path: str) -> TensorSpec:
 
 def with_ties(tensors: Mapping[str, FileTensor], metadata: Mapping[str, str]) -> dict[str, FileTensor]:
     """The tensors, and under further names those that are tied to them."""
-    ties = {name: tensors[to] for name, to in metadata.items() if to in tensors and name not in tensors}
+    ties = {n: tensors[to] for n, to in metadata.items() if to in tensors and n not in tensors and n != "format"}
     return {**tensors, **ties}
 
 

@@ -126,7 +126,9 @@ def _restricted(file: ForeignFile, where: str) -> Any:
         warnings.simplefilter("ignore", UserWarning)  # that a dtype is experimental
         try:
             with file.opened() as raw:
-                return torch.load(raw, map_location=where, weights_only=True)
+                value = torch.load(raw, map_location=where, weights_only=True)
+            file.check_unchanged()
+            return value
         except pickle.UnpicklingError as error:
             wants = _unsafe(file)
             if not wants:

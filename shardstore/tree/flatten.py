@@ -45,8 +45,9 @@ def flatten(state: Any, rank: int = 0) -> Flat:
     except RecursionError:
         raise UnsupportedState("the state is nested too deeply for the stack that is left here", path="") from None
     shared = walk.leaves
+    lazy = shared.lazy | {len(shared.items) + number: tensor for number, tensor in walk.own.lazy.items()}
     return Flat(
-        shared.items, shared.aliases, node, flat, walk.left, shared.lazy, walk.own.items, walk.per_rank_nodes,
+        shared.items, shared.aliases, node, flat, walk.left, lazy, walk.own.items, walk.per_rank_nodes,
         walk.buffers,
     )  # fmt: skip
 

@@ -54,7 +54,7 @@ class Flat:
     `state`: the skeleton. `flat`: whether it is that of the section `model` alone.
     `left`: paths of what can't be stored and was left out of an object's state (functions, weak references); at a load
     the object keeps its own.
-    `lazy`: by number, the leaves that are not in memory; their `tensor` is an empty one.
+    `lazy`: by number, the leaves that are not in memory, those of `own` behind the others; their `tensor` is empty.
     `own`: the tensors inside of PerRanks; `nodes`: the skeletons of these by path, which count from the first of `own`.
     In `state`, a PerRank is its path alone, until `joined` puts the values of all ranks there.
     `merged`: whether ranks with different states have been united.

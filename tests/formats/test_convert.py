@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner, Result
 
 import shardstore
-from shardstore import formats
+from shardstore import PerRank, formats
 from shardstore.cli import main
 from shardstore.cli.convert import _FORMATS
 from shardstore.errors import (
@@ -276,3 +276,66 @@ def test_the_commands_exit_codes(shm_path: Path, call: Callable[..., Result]) ->
 def test_the_command_knows_the_formats() -> None:
     """Its list is written down, since it can't import torch to look: it is the list that there is."""
     assert set(_FORMATS.choices) == set(formats.FORMATS)
+
+
+def test_a_source_that_is_written_to_meanwhile_is_no_source(shm_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another checkpoint of the same size goes into the file while it is read: no mixture of both is taken for good."""
+    old, new = ({"w": torch.full((3 * 1024 * 1024,), value)} for value in (1.0, 2.0))
+    for name, state in (("old", old), ("new", new)):
+        shardstore.save(state, str(shm_path / name))
+        formats.convert(shm_path / name, shm_path / f"{name}.safetensors")
+    data, read = (shm_path / "new.safetensors").read_bytes(), files.ForeignFile.slices
+
+    def slices(self: Any, offset: int, nbytes: int) -> Any:
+        for number, part in enumerate(read(self, offset, nbytes)):
+            yield part
+            if not number and self.path.endswith("old.safetensors"):
+                (shm_path / "old.safetensors").write_bytes(data)
+
+    monkeypatch.setattr(files.ForeignFile, "slices", slices)
+    with pytest.raises(Damaged, match="was written to while it was read"):
+        formats.convert(shm_path / "old.safetensors", shm_path / "mixed")
+    with pytest.raises(CheckpointNotFound):
+        shardstore.load(shm_path / "mixed")
+
+
+@pytest.mark.parametrize("to", ["huggingface", "dcp"])
+def test_folders_are_read_back(shm_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+    """A bit that turns after it was written is found, and nothing stays, as with single files."""
+    shardstore.save({"w": torch.ones(64)}, str(shm_path / "a"))
+    sync = os.fsync
+
+    def turning(fd: int) -> None:
+        sync(fd)
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        if path.is_file() and (at := path.read_bytes().find(b"\0\0\x80?" * 64)) >= 0:
+            flip(path, at + 5)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", turning)
+        with pytest.raises(Damaged):
+            formats.convert(shm_path / "a", shm_path / "b", to_format=to)
+    assert [path.name for path in shm_path.iterdir()] == ["a"]
+    formats.convert(shm_path / "a", shm_path / "b", to_format=to)
+    assert formats.diff(shm_path / "a", shm_path / "b").same
+
+
+def test_values_per_rank_are_kept_by_stores_and_refused_by_all_else(shm_path: Path) -> None:
+    """In a copy, in another dtype and in a run they are the same, tensors and all; other formats name them."""
+    state = {"model": {"w": torch.ones(2)}, "own": PerRank({"t": torch.arange(9000), "n": 1}), "last": torch.zeros(2)}
+    shardstore.save(state, str(shm_path / "a"), step=3)
+    for name, how in (("b", {}), ("c", {"dtype": "float16"}), ("run", {"run": True})):
+        formats.convert(shm_path / "a", shm_path / name, **how)
+        made = shardstore.load(f"{shm_path / name}{'@3' * (name == 'run')}")
+        assert_same(made["own"].value, state["own"].value)
+        assert made["last"].tolist() == [0, 0]
+    with pytest.raises(UnsupportedState, match="own: it is a value per rank"):
+        formats.convert(shm_path / "a", shm_path / "a.pt")
+
+
+def test_packed_floats_stay_as_they_are(shm_path: Path) -> None:
+    """Torch converts none of them, so that another dtype for the rest leaves them alone."""
+    packed = torch.arange(6, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    shardstore.save({"p": packed, "w": torch.ones(2)}, str(shm_path / "a"))
+    formats.convert(shm_path / "a", shm_path / "b", dtype="bfloat16")
+    assert_same(shardstore.load(shm_path / "b"), {"p": packed, "w": torch.ones(2, dtype=torch.bfloat16)})

@@ -395,3 +395,28 @@ def test_mutated_files_raise_typed_errors_only(shm_path: Path, data: st.DataObje
             read(folder)
     finally:
         target.write_bytes(whole)
+
+
+def test_lists_whose_items_different_ranks_wrote(shm_path: Path):
+    """DCP shares among ranks what all have, and then names the items in any order: their places count."""
+    state = {"list": [torch.full((1,), float(at)) for at in range(3)]}
+    dcp.save(state, checkpoint_id=shm_path / "d", no_dist=True)
+    path = shm_path / "d" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    entries = metadata.state_dict_metadata
+    metadata.state_dict_metadata = {name: entries[name] for name in ("list.2", "list.0", "list.1")}
+    path.write_bytes(pickle.dumps(metadata))
+    with formats.read(shm_path / "d") as found:
+        assert_same(loaded(found.state), state)
+
+
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_a_folder_that_is_saved_again_meanwhile(shm_path: Path):
+    """DCP writes over its own files: what was opened before is refused, not read from two saves."""
+    dcp.save({"a": torch.zeros(3), "b": 1}, checkpoint_id=shm_path / "d", no_dist=True)
+    with formats.read(shm_path / "d") as found:
+        dcp.save({"a": torch.ones(3), "b": 1}, checkpoint_id=shm_path / "d", no_dist=True)
+        with pytest.raises(Damaged, match="written to meanwhile"):
+            loaded(found.state)
+    with formats.read(shm_path / "d") as found:
+        assert_same(loaded(found.state), {"a": torch.ones(3), "b": 1})

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 
 import shardstore
-from shardstore import formats
+from shardstore import PerRank, formats
 from shardstore.cli import main
 from shardstore.formats import Comparison
 from shardstore.formats import diff as compared_places
@@ -212,6 +212,14 @@ def test_ties_are_told_and_no_difference(shm_path: Path):
     found = formats.diff(shm_path / "a", shm_path / "b")
     assert found.same
     assert [(row.path, row.a, row.b) for row in found.ties] == [("model/b", "= model/a", "alone")]
+
+
+def test_values_per_rank(compare: Callable[..., Comparison]):
+    """Tensors in them are compared as any others, also deep inside."""
+    one, two = ({"own": PerRank({"t": torch.arange(5000)}), "w": torch.ones(1)} for _ in "ab")
+    assert compare(one, two).same
+    two["own"].value["t"][2500] = 0
+    assert paths(compare(one, two).tensors) == ["own/0.t"]
 
 
 def test_pieces_by_digests(shm_path: Path):

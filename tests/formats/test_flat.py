@@ -116,6 +116,17 @@ def test_F07_ties_count_once(trained: tuple[Any, str], shm_path: Path) -> None:
     assert (shm_path / "again.bin").read_bytes() == Path(path).read_bytes()
 
 
+def test_a_tied_parameter_stands_where_its_first_name_does(shm_path: Path) -> None:
+    """Also where the optimizer knows it by its second name: the model's iterator gives it under the first."""
+    first, other = torch.full((2,), 1.0), torch.full((2,), 2.0)
+    moments = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
+    adam = {"state": {"b": moments, "z": dict(moments)}, "param_groups": [{"params": ["b", "z"]}]}
+    state = {"model": {"a": first, "b": other, "z": first}, "optimizer": adam, "step": 1}
+    FlatFormat().write(state, str(shm_path / "x.bin"), Options())
+    with formats.read(str(shm_path / "x.bin")) as found:
+        assert numbers(found.state["flat"]["weights"]) == [1, 1, 2, 2]
+
+
 def test_F01_offsets_in_64_bits(shm_path: Path) -> None:
     """The last numbers of a file of 2^31 - 1 parameters (26 GB, sparse) are read from the right place."""
     count = 2**31 - 1

@@ -73,17 +73,19 @@ def test_the_newest_as_one_checkpoint(folder: tuple[Any, Path], shm_path: Path) 
 @pytest.mark.parametrize(
     "losses",
     ["[[1, 0.5], [2, 0.25]]", '[{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}]', '{"2": 0.25, "1": 0.5}',
-     "[0.5, 0.25]"],
+     "[0.5, 0.25]", "[[2, 9], [1, 0.5], [2, 0.25]]"],
 )  # fmt: skip
 def test_forms_of_losses(folder: tuple[Any, Path], shm_path: Path, losses: str) -> None:
-    """Losses may name their steps, or stand one for each step from 1 on."""
+    """Losses may name their steps, or stand one for each step from 1 on; the last one of a step counts."""
     (folder[1] / ".loss.json").write_text(losses)
     formats.convert(folder[1], str(shm_path / "run"))
     with shardstore.Run(str(shm_path / "run")) as run:
         assert dict(run.losses()) == {1: 0.5, 2: 0.25}
 
 
-@pytest.mark.parametrize("losses", ['["x"]', "[", "3", '{"x": 1}', "[[1]]", "[NaN]", '[{"step": -1, "loss": 1}]'])
+@pytest.mark.parametrize(
+    "losses", ['["x"]', "[", "3", '{"x": 1}', "[[1]]", "[NaN]", '[{"step": -1, "loss": 1}]', f"[1{'0' * 400}]"]
+)
 def test_losses_that_are_none(folder: tuple[Any, Path], shm_path: Path, losses: str) -> None:
     """A damaged history is an error before a run is made."""
     (folder[1] / ".loss.json").write_text(losses)

@@ -325,3 +325,11 @@ def test_silero_jit_is_refused(silero: Path):
     """TorchScript is code: it is refused by that name, and not loaded."""
     with pytest.raises(ShardstoreError, match="TorchScript"):
         formats.read(str(silero / "silero_vad.jit"), "torch")
+
+
+def test_the_format_of_a_file_is_no_tie(shm_path: Path):
+    """Every file says `"format": "pt"`: where a tensor is called `pt`, nothing is tied to it."""
+    path = shm_path / "a.safetensors"
+    safetensors.torch.save_file({"pt": torch.ones(2)}, path, {"format": "pt"})
+    with formats.read(path) as found:
+        assert list(found.state) == ["pt"]

@@ -111,13 +111,16 @@ def test_modules_versions_survive(shm_path: Path) -> None:
 
 
 def test_optimizers_get_the_names_of_their_parameters(shm_path: Path) -> None:
-    """Numbers become names in the store, and numbers again in a file, in which the names stay known."""
+    """Numbers become names in the store, and numbers again in a file, in which the names stay known.
+
+    That the model's order was taken for the optimizer's is told.
+    """
     training = tied()
     train(training, 3)
     plain = {name: copy.deepcopy(part.state_dict()) for name, part in state_of(training).items()}
     del plain["model"]["mask"]
     made = formats.convert(saved(shm_path, plain), str(shm_path / "s"))
-    assert not made.notes
+    assert ["in the order of the model" in note for note in made.notes] == [True]
     assert set(shardstore.load(str(shm_path / "s"))["optimizer"]["state"]) == {
         "emb.weight",
         "norm.weight",
