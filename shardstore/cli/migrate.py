@@ -8,16 +8,16 @@ from typing import Any
 
 import click
 
-from shardstore.check import places
 from shardstore.cli import _program
 from shardstore.cli._errors import as_json as error_json
 from shardstore.cli._errors import worst
 from shardstore.cli._output import complain, count, put, put_json, remark, shown
+from shardstore.cli._places import opened, places_of
 from shardstore.cli._progress import watching
 from shardstore.errors import CheckpointNotFound, ShardstoreError, Unfinished, exit_code
 from shardstore.run import Migration, Run, parse_folder, plan_migration, resolve
 from shardstore.run import migrate as carry_out
-from shardstore.storage import Store, close_all, join, open_roots
+from shardstore.storage import close_all, join
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ def command(urls: tuple[str, ...], *, yes: bool, single_writer: bool, as_json: b
     """
     with watching() as listener:
         where = (resolve(urls[0], listener=listener), *urls[1:])
-    found = _places(where)
+    found = places_of(where)
     _refuse_live(join(where[0], place) for place in found)
     rows, skipped = _plan(where, found)
     for row in rows if yes else ():
@@ -79,7 +79,7 @@ def _plan(urls: Sequence[str], found: Sequence[str]) -> tuple[list[Row], dict[st
     rows: list[Row] = []
     skipped: dict[str, ShardstoreError] = {}
     for place in found:
-        stores = _opened(urls, place)
+        stores = opened(urls, place)
         try:
             rows.append(Row(place, plan_migration(stores)))
         except Unfinished as error:
@@ -95,22 +95,8 @@ def _plan(urls: Sequence[str], found: Sequence[str]) -> tuple[list[Row], dict[st
     return rows, skipped
 
 
-def _places(urls: Sequence[str]) -> list[str]:
-    if len(urls) > 1:
-        return [""]
-    stores = _opened(urls, "")
-    try:
-        return places(stores[0])
-    finally:
-        close_all(stores)
-
-
-def _opened(urls: Sequence[str], place: str) -> list[Store]:
-    return open_roots([join(url, place) for url in urls], storage_options=None, listener=remark)
-
-
 def _carry_out(urls: Sequence[str], row: Row, *, single_writer: bool) -> None:
-    stores = _opened(urls, row.place)
+    stores = opened(urls, row.place)
     try:
         if row.plan.needed:
             row.digest = carry_out(stores, row.plan, single_writer=single_writer)

@@ -8,14 +8,15 @@ from typing import Any
 
 import click
 
-from shardstore.check import GRACE_SECONDS, OLD_SECONDS, Leftover, find_roots, places, plan_leftovers, remove
+from shardstore.check import GRACE_SECONDS, OLD_SECONDS, Leftover, find_roots, plan_leftovers, remove
 from shardstore.cli import _program, _retention
 from shardstore.cli._errors import as_json as error_json
 from shardstore.cli._errors import worst
-from shardstore.cli._output import complain, count, leftover_json, put, put_json, remark, shown, size
+from shardstore.cli._output import complain, count, leftover_json, put, put_json, shown, size
+from shardstore.cli._places import opened, places_of
 from shardstore.errors import Damaged, InvalidArgument, ShardstoreError, UnsupportedVersion, exit_code
 from shardstore.run import Policy
-from shardstore.storage import Store, close_all, join, open_roots
+from shardstore.storage import close_all, join
 
 HOUR = 3600.0
 LEAST_HOURS = int(OLD_SECONDS / HOUR)
@@ -85,8 +86,8 @@ def _plan(urls: Sequence[str], hours: int | None) -> tuple[list[Found], dict[str
     grace = GRACE_SECONDS if hours is None else old
     found: list[Found] = []
     skipped: dict[str, ShardstoreError] = {}
-    for place in _places(urls):
-        stores = _opened(urls, place)
+    for place in places_of(urls):
+        stores = opened(urls, place)
         try:
             find_roots(stores)
             found += [Found(place, left) for left in plan_leftovers(*stores, old=old, grace=grace)]
@@ -97,24 +98,9 @@ def _plan(urls: Sequence[str], hours: int | None) -> tuple[list[Found], dict[str
     return found, skipped
 
 
-def _places(urls: Sequence[str]) -> list[str]:
-    """Where to look: the roots themselves, if there are several, else all places at or below the one."""
-    if len(urls) > 1:
-        return [""]
-    stores = _opened(urls, "")
-    try:
-        return places(stores[0])
-    finally:
-        close_all(stores)
-
-
-def _opened(urls: Sequence[str], place: str) -> list[Store]:
-    return open_roots([join(url, place) for url in urls], storage_options=None, listener=remark)
-
-
 def _remove(urls: Sequence[str], found: Sequence[Found]) -> None:
     for one in found:
-        stores = _opened(urls, one.place)
+        stores = opened(urls, one.place)
         try:
             one.errors = remove(one.leftover, *stores)
             one.removed = not one.errors

@@ -73,9 +73,9 @@ def migrate(stores: Sequence[Store], plan: Migration, *, single_writer: bool = F
 
     `single_writer`: the caller's word that nobody else writes there, for stores without conditional puts.
 
-    Raises Superseded where the checkpoint was replaced since it was planned; Damaged where the new index does not
-    verify, with the old one in its place again; InvalidArgument, StoreError. StoreUnavailable leaves it unclear whether
-    the new index is there: either is whole.
+    Raises Superseded where the checkpoint was replaced since it was planned, or as soon as it was migrated; Damaged
+    where the new index does not verify, with the old one in its place again; InvalidArgument, StoreError.
+    StoreUnavailable leaves it unclear whether the new index is there: either is whole.
     """
     if not plan.needed:
         return plan.digest
@@ -136,8 +136,11 @@ class _Work:
             raise Superseded(f"{self._home.url} was replaced meanwhile: nothing was migrated")
         try:
             self._verify(data)
+        except Superseded:
+            self.clean_up()
+            raise
         except ShardstoreError as error:
-            self._put_back(error)
+            self._put_back(data, error)
         try:
             if self._meta:
                 self._home.delete(self._index.files[self._index.meta].path)
@@ -150,10 +153,15 @@ class _Work:
         return put_if(self._home, INDEX, data, version, single_writer=self._single_writer, limit=MAX_BYTES)
 
     def _verify(self, data: bytes) -> None:
-        """That the index which is there now is the new one, and finds all its files. Raises Damaged, StoreError."""
+        """That the index which is there now is the new one, and finds all its files.
+
+        Raises Superseded for a whole one of somebody else, which stays; Damaged, StoreError.
+        """
         found = find_index(self._home)
-        if found is None or found.data != data:
-            raise Damaged(f"{INDEX} in {self._home.url} is not what was written", file=INDEX)
+        if found is None:
+            raise Damaged(f"{INDEX} in {self._home.url} is gone again", file=INDEX)
+        if found.data != data:
+            raise Superseded(f"{self._home.url} was replaced as soon as it was migrated: it is what was saved last")
         in_parallel(self._look, found.index.files, self._home.capabilities.connections or default_threads())
         problems = verify_file(self._home, found.index, found.index.meta, Reporter("verify", self._home.url, to_log))
         if problems:
@@ -167,12 +175,13 @@ class _Work:
         if found.nbytes != file.nbytes:
             raise Damaged(f"{file.path} has {found.nbytes} bytes, {file.nbytes} were saved", file=file.path)
 
-    def _put_back(self, error: ShardstoreError) -> None:
+    def _put_back(self, data: bytes, error: ShardstoreError) -> None:
         left = f"the old one lies in {self._copy}"
         if isinstance(error, StoreError):
             raise StoreError(f"{self._home.url}: the new index could not be verified ({error}); {left}") from error
         present = find_index(self._home)
-        if present is None or not self._put(self._plan.found.data, present.version):
+        ours = present is not None and present.data == data
+        if present is None or not ours or not self._put(self._plan.found.data, present.version):
             raise Damaged(f"{self._home.url}: the new index does not verify ({error}); {left}", file=INDEX) from error
         self.clean_up()
         raise Damaged(f"{self._home.url}: the old index was put back: {error}", file=INDEX) from error

@@ -180,6 +180,24 @@ def test_another_save_in_between_is_not_overwritten(checkpoint: Path, version_2:
     assert {**files_of(checkpoint), mark: b""} == {**before, mark: b""}
 
 
+def test_another_save_right_after_is_not_replaced_by_the_old_index(checkpoint: Path, version_2: Start):
+    """A save that replaces the migrated checkpoint before it is verified stays: no older index goes in its place."""
+    version_2()
+    saved = []
+
+    class Raced(Wrapper):
+        def put(self, key: str, body: Any, **conditions: Any) -> None:
+            self.inner.put(key, body, **conditions)
+            if key == NAME and not saved:
+                saved.append(shardstore.save({"model": dict(states.flat())}, checkpoint, overwrite=True))
+
+    with pytest.raises(Superseded, match="was saved last"):
+        moved(checkpoint, Raced(LocalStore(str(checkpoint))))
+    assert sha256((checkpoint / NAME).read_bytes()).hexdigest() == saved[0].digest
+    assert shardstore.verify(checkpoint).ok
+    assert not list(checkpoint.glob("state/index-*"))
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_fault_at_every_operation_leaves_a_whole_checkpoint(shm_path: Path, version_2: Start, when: str):
     """Whichever call of the store fails, or loses its answer: it is of version 1 or 2, it is whole, and it loads.
