@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from torch.futures import Future
 
 from shardstore import tree
 from shardstore.dcp.naming import Path, names_of
+from shardstore.dcp.place import Place
 from shardstore.errors import InvalidArgument, Mismatch
 from shardstore.events import Listener
 from shardstore.loading.fresh import read_fresh
@@ -31,7 +31,6 @@ from shardstore.loading.source import Source
 from shardstore.memory import no_gc, torch_dtype
 from shardstore.specs import Box
 from shardstore.storage import Urls
-from shardstore.storage.roots import urls_of
 from shardstore.tree.destinations import spec_of, unfit
 from shardstore.tree.dtensors import is_dtensor, part_held
 from shardstore.tree.restore import Restorer
@@ -40,7 +39,7 @@ from shardstore.tree.skeleton import Node, numbers, tag
 _SHOWN = 20
 
 
-class Reader(StorageReader):
+class Reader(Place, StorageReader):
     """Reads a checkpoint of ours, whoever saved it: `dcp.load(state, storage_reader=Reader(url))`.
 
     `url`, `expect`, `threads`, `listener`, `storage_options`: as in `shardstore.load`; `RUN@STEP` as well.
@@ -55,29 +54,12 @@ class Reader(StorageReader):
         self, url: Urls, *, expect: str | None = None, threads: int | None = None, listener: Listener | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        urls_of(url)
-        self._url = url
+        super().__init__(url)
         self._how: dict[str, Any] = {
             "expect": expect, "threads": threads, "listener": listener, "storage_options": storage_options,
         }  # fmt: skip
         self._opened: _Opened | None = None
         self._failed: Exception | None = None
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The place, for DCP's log."""
-        return os.fspath(urls_of(self._url)[0])
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it can be a place. DCP asks its own readers only."""
-        return isinstance(checkpoint_id, str | os.PathLike)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new load begins, from `checkpoint_id` if one is given."""
-        if checkpoint_id is not None:
-            urls_of(checkpoint_id)
-            self._url = checkpoint_id
 
     # No parameter of these two is named `kwargs`: DCP would take it for a reader with an index for each rank, and
     # answer a damaged index by asking for another one.

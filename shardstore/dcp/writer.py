@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections import Counter
@@ -18,6 +17,7 @@ from torch.futures import Future
 from shardstore import tree
 from shardstore.dcp.gathering import Said, gather, hear, tell
 from shardstore.dcp.naming import path_of
+from shardstore.dcp.place import Place
 from shardstore.dcp.taking import Taken, local_plan, take
 from shardstore.errors import InvalidArgument
 from shardstore.events import Listener, Reporter, to_log
@@ -28,10 +28,9 @@ from shardstore.plan import ShardOptions
 from shardstore.saving.attempt import Agreement, Attempt, Options, new_attempt
 from shardstore.saving.lead import Lead, remove
 from shardstore.storage import Store, Urls, close_all, open_roots
-from shardstore.storage.roots import urls_of
 
 
-class Writer(StorageWriter):
+class Writer(Place, StorageWriter):
     """Writes a verified, atomic checkpoint without pickle: `dcp.save(state, storage_writer=Writer(url))`.
 
     `url`, `step`, `hash`, `overwrite`, `single_writer`, `threads`, `listener`, `storage_options`: as in
@@ -47,28 +46,12 @@ class Writer(StorageWriter):
         single_writer: bool = False, threads: int | None = None, listener: Listener | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        urls_of(url)
-        self._url, self._options = url, Options(ShardOptions(), step, hash, threads)
+        super().__init__(url)
+        self._options = Options(ShardOptions(), step, hash, threads)
         self._overwrite, self._single_writer = overwrite, single_writer
         self._listener, self._storage_options = listener, storage_options
         self._save: _Save | None = None
         self._close: weakref.finalize[[], Writer] | None = None
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The place, for DCP's log."""
-        return os.fspath(urls_of(self._url)[0])
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it can be a place. DCP asks its own writers only."""
-        return isinstance(checkpoint_id, str | os.PathLike)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new save begins, at `checkpoint_id` if one is given."""
-        if checkpoint_id is not None:
-            urls_of(checkpoint_id)
-            self._url = checkpoint_id
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001 - DCP's
         """Forget what an earlier save has left. Raises InvalidArgument for `use_collectives=False`."""
