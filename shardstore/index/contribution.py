@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from shardstore import strictjson
 from shardstore.errors import Damaged
 from shardstore.index.codec import RawBox, RawFile, RawPart, file_entry, pack_parts, raw_file, unpack_parts
 from shardstore.index.model import FileEntry
@@ -34,7 +35,7 @@ class _Raw(msgspec.Struct, forbid_unknown_fields=True):
     files: list[RawFile]
     boxes: list[RawBox]
     parts: list[RawPart]
-    nodes: dict[str, Any]
+    nodes: str  # JSON in JSON, since msgspec does not take every string of Python's
     own: list[tuple[str, str, list[int]]]
     compared: list[tuple[int, list[int], list[int], str]]
 
@@ -44,7 +45,8 @@ def dump_contribution(given: Contribution) -> bytes:
     boxes, parts = pack_parts(given.parts, given.files)
     own = [(path, spec.dtype, list(spec.shape)) for path, spec in given.own]
     compared = [(number, list(box.origin), list(box.shape), digest) for number, box, digest in given.compared]
-    return msgspec.json.encode(_Raw(list(map(raw_file, given.files)), boxes, parts, given.nodes, own, compared))
+    nodes = strictjson.dumps(given.nodes).decode()
+    return msgspec.json.encode(_Raw(list(map(raw_file, given.files)), boxes, parts, nodes, own, compared))
 
 
 def parse_contribution(data: bytes, algorithm: str, rank: int) -> Contribution:
@@ -52,9 +54,10 @@ def parse_contribution(data: bytes, algorithm: str, rank: int) -> Contribution:
     where = f"what rank {rank} sent"
     try:
         raw = msgspec.json.decode(data, type=_Raw)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        nodes = strictjson.loads(raw.nodes.encode(), limit=len(data))
+    except (msgspec.ValidationError, msgspec.DecodeError, strictjson.BadJson) as error:
         raise Damaged(f"{where} is not understood: {error}") from None
     own = [(path, TensorSpec(dtype, tuple(shape))) for path, dtype, shape in raw.own]
     files = [file_entry(file, algorithm, where) for file in raw.files]
     compared = [(number, Box(tuple(origin), tuple(shape)), digest) for number, origin, shape, digest in raw.compared]
-    return Contribution(files, unpack_parts(raw.boxes, raw.parts, files, where), raw.nodes, own, compared)
+    return Contribution(files, unpack_parts(raw.boxes, raw.parts, files, where), nodes, own, compared)

@@ -33,12 +33,14 @@ def fill(source: Source, fills: Sequence[Fill]) -> None:
         else:
             first[key] = tensor
     straight = {key: tensor for key, tensor in first.items() if fillable(tensor)}
-    reads = plan_reads(source.index, _wants(straight))
-    source.check_present(read.file for read in reads)
+    rounds = [(keys, plan_reads(source.index, _wants(keys))) for keys in _rounds(straight)]
+    source.check_present({read.file for _, reads in rounds for read in reads})
     touched: list[Key] = []
+    reads: list[FileRead] = []
     try:
-        source.read(reads)
-        touched += straight
+        for keys, reads in rounds:
+            source.read(reads)
+            touched += keys
         for key, tensor in first.items():
             if key not in straight:
                 touched.append(key)
@@ -50,6 +52,24 @@ def fill(source: Source, fills: Sequence[Fill]) -> None:
     with torch.no_grad():
         for key, tensor in again:
             tensor.copy_(first[key])
+
+
+def _rounds(straight: dict[Key, torch.Tensor]) -> list[dict[Key, torch.Tensor]]:
+    """The tensors in groups, in each of which a stored tensor comes once: a read brings every byte to one place only.
+
+    Tied tensors may be wanted in several parts, which overlap.
+    """
+    if set(map(type, straight)) <= {int}:  # whole ones, each once
+        return [straight]
+    rounds: list[dict[Key, torch.Tensor]] = [{}]
+    met: dict[int, int] = {}
+    for key, tensor in straight.items():
+        number = _number(key)
+        turn = met[number] = met.get(number, -1) + 1
+        if turn == len(rounds):
+            rounds.append({})
+        rounds[turn][key] = tensor
+    return rounds
 
 
 def _number(key: Key) -> int:

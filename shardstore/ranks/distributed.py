@@ -161,7 +161,7 @@ class Star:
     def _cut_off(self, line: _Line, phase: str, error: Exception, *, sent: bool, late: bool) -> PeerError:
         """The error for a rank that can't hear rank 0 any more. `sent`: rank 0 may have gone on with our result."""
         said = self._given_up(line.tag, _PATIENCE_SECONDS)
-        if said is None:
+        if said is None or (said.settled and not self._given_up_at(line)):
             absent = self._absent(line.tag, line.calls) if late else []
             why = str(error).split("] ", 1)[-1].partition(". This is")[0][:160]
             gone = self._error(phase, [0], f"can't be heard any more ({why})")
@@ -218,7 +218,7 @@ class Star:
         else:
             error = self._error(phase, absent or gone, "ended before it" if absent else "can't be heard any more")
         error.settled = True
-        self._give_up(line.tag, error)
+        self._give_up(line.tag, error, line.calls)
         return error
 
     # ------------------------------------------------------------------------------------- the group
@@ -295,11 +295,18 @@ class Star:
                     absent.append(rank)
         return absent
 
-    def _give_up(self, tag: str, error: PeerError) -> None:
-        """Let nobody wait at this line any more. What rank 0 says counts."""
+    def _give_up(self, tag: str, error: PeerError, calls: int = 0) -> None:
+        """Let nobody wait at this line any more. What rank 0 says counts. `calls`: at which call, if it is settled."""
         with contextlib.suppress(RuntimeError):
             if self.rank == 0 or not _store().check([f"{tag}/over"]):
+                _store().set(f"{tag}/at", str(calls))
                 _store().set(f"{tag}/over", pack(error))
+
+    def _given_up_at(self, line: _Line) -> bool:
+        """Whether rank 0 gave up this very call. Where that was a later one, it may have gone on with our result."""
+        with contextlib.suppress(RuntimeError):
+            return _store().check([f"{line.tag}/at"]) and int(_store().get(f"{line.tag}/at")) == line.calls
+        return False
 
     def _given_up(self, tag: str, patience: float = 0) -> PeerError | None:
         """What was said when a line was given up."""

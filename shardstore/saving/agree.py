@@ -175,7 +175,7 @@ class _Talk:
         local = {number: at for at, number in enumerate(numbers)}
         self._meshes.meet(first["siblings"][kind])
         first["notes"] += reply["notes"]
-        self._flat.aliases = {local[a]: local[b] for a, b in reply["aliases"] if a in local and b in local}
+        self._flat.aliases = self._ties({local[a]: local[b] for a, b in reply["aliases"] if a in local and b in local})
         plain = [Replica(number, nbytes, tuple(holders)) for number, nbytes, holders in reply["plain"]]
         shared = {local[number]: storer for number, storer in reply["shared"] if number in local}
         self._elsewhere = {number for number, storer in shared.items() if storer != kind}

@@ -29,8 +29,9 @@ def local_of(tensor: Any) -> torch.Tensor:
     return made
 
 
-Layouts: TypeAlias = dict[tuple[int, Any, Shape], tuple[Box, Box, Part]]
-"""By mesh, placements and shape: the part by arithmetic, that which torch claims, and what is made of it.
+Layouts: TypeAlias = dict[tuple[int, Any, Shape], tuple[Box, Box, Part, Any]]
+"""By id of the mesh, placements and shape: the part by arithmetic, that which torch claims, what is made of it, and the
+mesh: as long as it lives, no other has its id.
 
 For one walk over a state: torch takes its time to describe each DTensor, and most are laid out alike.
 """
@@ -50,7 +51,7 @@ def part_held(tensor: Any, path: str, known: Layouts | None = None) -> Part:
         if found is None:
             return _NOBODY
         known[layout] = found
-    box, claimed, part = known[layout]
+    box, claimed, part, _ = known[layout]
     local = tuple(local_of(tensor).shape)
     if local != box.shape or not (claimed == box or not (claimed.volume or box.volume)):
         raise refuse(
@@ -62,7 +63,7 @@ def part_held(tensor: Any, path: str, known: Layouts | None = None) -> Part:
     return part
 
 
-def _laid_out(tensor: Any, shape: Shape, path: str) -> tuple[Box, Box, Part] | None:
+def _laid_out(tensor: Any, shape: Shape, path: str) -> tuple[Box, Box, Part, Any] | None:
     """What `Layouts` has of a layout; None for a rank outside of the mesh."""
     mesh = tensor.device_mesh
     at = mesh.get_coordinate()
@@ -75,7 +76,8 @@ def _laid_out(tensor: Any, shape: Shape, path: str) -> tuple[Box, Box, Part] | N
         claimed = _claimed(tensor, shape)
     except (ValueError, NotImplementedError) as error:
         raise refuse(path, f"the layout {tensor.placements} of this DTensor is not understood: {error}") from None
-    return box, claimed, Part(box, tuple(mesh.mesh.flatten().tolist()), places_of(sizes, at, placements))
+    part = Part(box, tuple(mesh.mesh.flatten().tolist()), places_of(sizes, at, placements))
+    return box, claimed, part, mesh
 
 
 def _placement(placement: Any, path: str) -> Placement:

@@ -124,7 +124,7 @@ class _Merge:
         self._union, self._ranks = union, ranks
 
     def node(self, one: Node, other: Node, label: str, prefix: str, at: int) -> Node:
-        if one == other:
+        if one == other and repr(one) == repr(other):  # 1 and True, and the two zeros, are not the same
             return one
         kind = tag(one)
         if kind != tag(other) or type(one) is not type(other):

@@ -18,7 +18,8 @@ class PerRank:
     saved it, that is all. At another number of ranks a load raises Mismatch, unless `rule` says what a rank gets: it
     is called with the values of all ranks in order, this rank's number, and the number of ranks.
 
-    A load without `into` gives a PerRank with `values`, those of all ranks that saved.
+    A load without `into` gives a PerRank with `values`, those of all ranks that saved. Tensors in it are stored each
+    for itself: ties among them are not kept.
     """
 
     def __init__(self, value: Any, *, rule: Rule | None = None) -> None:

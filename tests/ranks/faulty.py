@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -159,3 +160,32 @@ def in_planning(url: str, who: int) -> list[dict[str, Any]]:
     found = [told(lambda: shardstore.save({**mine, "bad": object()} if odd else mine, f"{url}/bad"))]
     found.append(told(lambda: shardstore.save(mine, "nonsense://x" if odd else f"{url}/nowhere")))
     return [*found, told(lambda: shardstore.save(mine, f"{url}/good"))]
+
+
+@step
+def cut_off(url: str) -> list[dict[str, Any]]:
+    """The connections of rank 0 break right after a commit, and it goes on to the next save at once."""
+    mine = state()
+
+    def commit_and_cut(*arguments: Any, **more: Any) -> None:
+        commit(*arguments, **more)
+        _cut_connections()
+
+    from shardstore.saving.lead import commit
+
+    with mock.patch("shardstore.saving.lead.commit", commit_and_cut):
+        found = [told(lambda: shardstore.save(mine, f"{url}/first"))]
+    if dist.get_rank() == 0:
+        found.append(told(lambda: shardstore.save(mine, f"{url}/second")))
+    return found
+
+
+def _cut_connections() -> None:
+    """Break every connection but that to the store of the process group."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            if connection.family != socket.AF_UNIX and connection.getpeername()[1] != store.port:
+                connection.shutdown(socket.SHUT_RDWR)

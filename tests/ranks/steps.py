@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import shardstore
+from shardstore.tree.dtensors import Layouts, part_held
 from tests.ranks.faulty import told
 from tests.ranks.jobs import step
 from tests.ranks.models import build, print_of, print_of_data
@@ -143,3 +144,58 @@ def load_fresh(url: str) -> dict[str, str]:
     """Load one checkpoint as data."""
     (found,) = load_data([url])
     return found
+
+
+@step
+def load_ties_apart(url: str) -> list[bool]:
+    """Load tied tensors into some that are not tied and are cut differently; whether each has its part."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh, whole = init_device_mesh("cpu", (dist.get_world_size(),)), torch.arange(600 * 300.0).view(600, 300)
+    into: dict[str, torch.Tensor] = {"a": torch.zeros_like(whole)}
+    into |= {name: distribute_tensor(torch.zeros_like(whole), mesh, [Shard(dim)]) for dim, name in enumerate("bc")}
+    shardstore.load(url, into={"x": into})
+    wanted = {name: distribute_tensor(whole, mesh, [Shard(dim)]).to_local() for dim, name in enumerate("bc")}
+    return [torch.equal(into["a"], whole), *(torch.equal(into[name].to_local(), wanted[name]) for name in "bc")]
+
+
+@step
+def short_lived_meshes() -> int:
+    """Look at many DTensors on two meshes, each with a mesh object of its own that dies; how many seem misplaced."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    meshes, wrong = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), 0
+    known: Layouts = {}
+    members = {name: tuple(meshes[name].mesh.tolist()) for name in "ab"}
+    for turn in range(200):
+        name = "ab"[turn % 2]
+        tensor = DTensor.from_local(torch.zeros(2, 3), meshes[name], [Shard(0)], run_check=False)
+        wrong += part_held(tensor, "w", known).mesh != members[name]
+        del tensor  # before the next mesh is made
+    return wrong
+
+
+@step
+def ties_of_one_rank(url: str) -> dict[str, Any]:
+    """Two ranks with two DTensors, which are tied on the first alone; a third one with something else."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    rank, mesh = dist.get_rank(), DeviceMesh("cpu", [0, 1])
+    local = torch.full((2, 3), float(rank))
+    locals_ = {"a": local, "b": local if rank == 0 else local + 10}
+    mine = {name: DTensor.from_local(one, mesh, [Shard(0)], run_check=False) for name, one in locals_.items()}
+    return told(lambda: shardstore.save({"x": mine} if rank < 2 else {"y": {"c": torch.zeros(2)}}, url))
+
+
+@step
+def unequal_kinds(url: str) -> list[dict[str, Any]]:
+    """Numbers that Python takes for equal, though they are not the same, each on one rank."""
+    mine = dist.get_rank()
+    pairs = [(1, True), (1, 1.0), (0.0, -0.0)]
+    return [
+        told(lambda at=at, pair=pair: shardstore.save({"a": [pair[mine]]}, f"{url}/{at}"))
+        for at, pair in enumerate(pairs)
+    ]

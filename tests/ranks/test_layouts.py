@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import shardstore
 from tests.ranks.conftest import Ranks
@@ -57,3 +58,15 @@ def test_layouts_that_torch_gets_wrong_are_refused(tmp_path: Path, ranks: Ranks)
     assert "UnsupportedState" in {told["error"] for told in found}
     assert all("model/inner.weight" in told["text"] and "is in doubt" in told["text"] for told in found), found
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_ties_load_into_tensors_that_are_cut_differently(tmp_path: Path, ranks: Ranks):
+    """One stored tensor, wanted whole, by rows and by columns at once: every rank gets the bytes of each."""
+    tensor = torch.arange(600 * 300.0).view(600, 300)
+    shardstore.save({"x": dict.fromkeys("abc", tensor)}, str(tmp_path / "c"))
+    assert ranks.run("load_ties_apart", 2, url=str(tmp_path / "c")) == [[True] * 3] * 2
+
+
+def test_parts_are_not_taken_from_a_mesh_that_is_gone(ranks: Ranks):
+    """A slice of a mesh is a new object each time, and its id is used again when it dies: no part is misplaced."""
+    assert ranks.run("short_lived_meshes", 4) == [0] * 4

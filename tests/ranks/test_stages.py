@@ -83,3 +83,11 @@ def test_a_stage_still_misses_what_it_wants(tmp_path: Path, ranks: Ranks):
     found = ranks.run("load_more", 2, url=url)
     assert found[0]["error"] == "Mismatch"
     assert "layer9" in found[0]["text"]
+
+
+def test_ties_that_one_rank_of_a_stage_has_are_refused(tmp_path: Path, ranks: Ranks):
+    """Tied on its first rank, with values of their own on the second: that rank's values can't get lost."""
+    found = ranks.run("ties_of_one_rank", 3, url=str(tmp_path / "c"))
+    assert [one.get("error") for one in found] == ["PeerError", "UnsupportedState", "PeerError"], found
+    assert all("x/b" in one["text"] and "tied" in one["text"] for one in found)
+    assert not list(tmp_path.rglob("*.safetensors"))

@@ -219,3 +219,17 @@ def test_statistics_of_batch_norm_are_those_of_the_first_rank(tmp_path: Path, ra
     assert not [note for mine in notes[1:] for note in mine]
     means = [w for path, w in lists_of(shardstore.load(str(tmp_path / "c"))).items() if path.endswith("running_mean")]
     assert len(means) == max(1, size // 2)
+
+
+def test_strings_that_are_no_unicode_in_a_per_rank(tmp_path: Path):
+    """A lone surrogate comes back from a PerRank as it does from elsewhere."""
+    shardstore.save({"a": "\ud800x", "b": shardstore.PerRank("\ud800x")}, str(tmp_path / "c"))
+    state = shardstore.load(str(tmp_path / "c"))
+    assert (state["a"], state["b"].value) == ("\ud800x", "\ud800x")
+
+
+def test_numbers_of_other_types_are_not_equal(tmp_path: Path, ranks: Ranks):
+    """1, True and 1.0, and the two zeros: refused like any values that differ, for one of them would get lost."""
+    for mine in ranks.run("unequal_kinds", 2, url=str(tmp_path)):
+        assert [one.get("error") for one in mine] == ["UnsupportedState"] * 3, mine
+        assert all(one["text"].startswith("a/0") for one in mine), mine

@@ -179,6 +179,15 @@ def test_rank_0_is_killed_right_after_the_commit(tmp_path: Path, ranks: Ranks):
     assert shardstore.load(str(url))["split"]["w"].flatten().tolist() == list(range(24))
 
 
+def test_a_rank_that_is_cut_off_after_the_commit_removes_nothing(tmp_path: Path, ranks: Ranks):
+    """Its answer is lost, and rank 0 gives up the next save: that says nothing of the first, which stays whole."""
+    found = ranks.run("cut_off", 2, seconds=10, url=str(tmp_path))
+    assert found[0][0]["digest"], found
+    assert found[0][1]["error"] == "PeerError"
+    assert found[1][0]["error"] == "CommitUnknown", found
+    assert shardstore.verify(str(tmp_path / "first")).ok
+
+
 @pytest.mark.parametrize("place", ["begin", "write", "commit"])
 def test_the_store_of_the_process_group_dies_with_rank_0(tmp_path: Path, ranks: Ranks, place: str):
     """Without torchrun it lies in rank 0: the others end as well, though there are no notes to read any more."""
