@@ -41,13 +41,15 @@ def fill(source: Source, fills: Sequence[Fill]) -> None:
         for keys, reads in rounds:
             source.read(reads)
             touched += keys
+        reads = []
         for key, tensor in first.items():
             if key not in straight:
                 touched.append(key)
                 _through_windows(source, key, tensor)
     except Damaged as error:
         paths = source.index.paths
-        error.overwritten = tuple(paths[_number(key)] for key in touched) or tuple(_reached(source, reads, error))
+        reached = [*(paths[_number(key)] for key in touched), *_reached(source, reads, error)]
+        error.overwritten = tuple(dict.fromkeys(reached))
         raise
     with torch.no_grad():
         for key, tensor in again:

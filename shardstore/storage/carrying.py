@@ -8,6 +8,7 @@ calls on a socket copy nothing and let go of the interpreter's lock. So s3fs mak
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextvars
 import http.client
 import queue
@@ -84,16 +85,42 @@ class Payload:
             yield chunk
 
 
+class Landing:
+    """Where a range of an object goes: writable buffers of bytes, filled in order. A further try asks for the rest."""
+
+    def __init__(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        self._at, self._buffers = offset, collections.deque(buffers)
+        self.left = sum(map(len, buffers))
+
+    @property
+    def wanted(self) -> str:
+        """The bytes that are missing, as HTTP names them."""
+        return f"{self._at}-{self._at + self.left - 1}"
+
+    def room(self, most: int) -> memoryview:
+        """Where the next bytes go, `most` at most."""
+        return self._buffers[0][:most]
+
+    def took(self, nbytes: int) -> None:
+        """So many bytes have come there."""
+        self._at += nbytes
+        self.left -= nbytes
+        rest = self._buffers[0][nbytes:]
+        if rest:
+            self._buffers[0] = rest
+        else:
+            self._buffers.popleft()
+
+
 class Carrier:
     """What a thread does while it waits for requests: it moves their bytes.
 
-    `seconds`: how long the bytes of one request may take. `into`: writable buffers that the body of an answer is read
-    into, if it is the range that `shown` begins to say (as in `Content-Range`).
+    `seconds`: how long the bytes of one request may take. `into`: where the body of an answer goes, if it is the range
+    that is wanted there.
     """
 
-    def __init__(self, seconds: float, into: Sequence[memoryview] = (), shown: str = "") -> None:
-        self.seconds, self.into, self.shown = seconds, into, shown
-        self.filled = False
+    def __init__(self, seconds: float, into: Landing | None = None) -> None:
+        self.seconds, self.into = seconds, into
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._stopped = False
@@ -273,7 +300,6 @@ class _Exchange:
         self._watch.register(self._socket, select.POLLIN | select.POLLOUT)
         self._sent = False
         self.reusable = False
-        carrier.filled = False
 
     def _hurry(self) -> None:
         """Let the next call on the socket end in time."""
@@ -319,11 +345,10 @@ class _Exchange:
         self._hurry()
         response = self._connection.getresponse()
         headers = {name.lower(): value for name, value in response.getheaders()}
-        carrier, body = self._carrier, b""
-        if response.status == _PARTIAL and carrier.into and headers.get("content-range", "").startswith(carrier.shown):
-            whole = self._fill(response)
-            carrier.filled = True
-        elif response.status >= _ERRORS or not carrier.into:
+        into, body = self._carrier.into, b""
+        if into and response.status == _PARTIAL and is_range(headers.get("content-range", ""), into.wanted):
+            whole = self._fill(response, into)
+        elif response.status >= _ERRORS or not into:
             body = response.read(_MOST_ANSWER)
             whole = response.isclosed() or response.length == 0
         else:
@@ -332,21 +357,24 @@ class _Exchange:
         response.close()
         return Answer(response.status, headers, body)
 
-    def _fill(self, response: http.client.HTTPResponse) -> bool:
-        """Read the body into the buffers; whether that was all of it."""
+    def _fill(self, response: http.client.HTTPResponse, into: Landing) -> bool:
+        """Read the body to where it goes; whether that was all of it."""
         left = response.length
         read = response.readinto if left is None else response.fp.readinto1
-        for buffer in self._carrier.into:
-            at = 0
-            while at < len(buffer):
-                self._hurry()
-                end = min(len(buffer), at + STEP, len(buffer) if left is None else at + left)
-                got = read(buffer[at:end]) if at < end else 0
-                if not got:
-                    raise EOFError("the body ended too early")
-                at += got
-                left = None if left is None else left - got
+        while into.left:
+            self._hurry()
+            room = into.room(STEP if left is None else min(STEP, left))
+            got = read(room) if room else 0
+            if not got:
+                raise EOFError("the body ended too early")
+            into.took(got)
+            left = None if left is None else left - got
         return left == 0
+
+
+def is_range(shown: str, wanted: str) -> bool:
+    """Whether a Content-Range says that this range came."""
+    return shown.startswith(f"bytes {wanted}/")
 
 
 def _readable(sock: socket.socket) -> bool:

@@ -45,8 +45,8 @@ class Capabilities:
 
     `exclusive`: of many writers with `if_absent` (or the same `if_match`) at most one wins.
     `durable`: what `put` has written survives a power loss. `mappable`: `map` works and is safe.
-    `read_bytes`: bytes that one read should fetch at least. `connections`: calls at once that serve it best; None: one
-    for each core.
+    `read_bytes`, `longest_read`: bytes that one read should fetch at least, and at most. `connections`: calls at once
+    that serve it best; None: one for each core.
     """
 
     exclusive: bool
@@ -54,6 +54,7 @@ class Capabilities:
     mappable: bool
     why: str = ""
     read_bytes: int = 4 * 1024 * 1024
+    longest_read: int = 4 * 1024 * 1024
     connections: int | None = None
 
 

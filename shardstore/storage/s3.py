@@ -17,13 +17,13 @@ from typing import Any
 from shardstore.errors import CheckpointExists, InvalidArgument, KeyMissing, StoreError, StoreUnavailable
 from shardstore.events import Listener
 from shardstore.storage import multipart
-from shardstore.storage.carrying import Carrier
+from shardstore.storage.carrying import Carrier, Landing, is_range
 from shardstore.storage.port import Blob, Body, Capabilities, Entry, check_key
 from shardstore.storage.s3_client import Client, NotImplementedThere
 
 PART = 16 * 1024 * 1024
 IN_FLIGHT = 16
-READ = 8 * 1024 * 1024
+READ, LONGEST_READ = 8 * 1024 * 1024, 32 * 1024 * 1024
 _OPTIONS = ("part_bytes", "in_flight", "attempts", "timeout_s")
 
 _PROBE = re.compile(r"(?:.*/)?\.probe-[0-9a-f]{16}")
@@ -60,7 +60,8 @@ class S3Store:
         return Capabilities(
             exclusive=_probed.get(self._place("IfNoneMatch"), True), durable=True, mappable=False,
             why="it lies in an object store",
-            read_bytes=min(self._settings.part_bytes, READ), connections=self._settings.in_flight,
+            read_bytes=min(self._settings.part_bytes, READ), longest_read=LONGEST_READ,
+            connections=self._settings.in_flight,
         )  # fmt: skip
 
     # -- writing
@@ -151,7 +152,8 @@ class S3Store:
 
     async def _read_all(self, body: Any, name: str, nbytes: int) -> bytes:
         data = memoryview(bytearray(nbytes))
-        await self._receive(body, [data], name)
+        if nbytes:
+            await self._receive(body, Landing(0, [data]), name)
         return bytes(data)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -164,41 +166,41 @@ class S3Store:
             raise InvalidArgument(f"{key!r} can't be read into memory that is read-only")
         if total:
             views = [buffer.cast("B") if buffer.format != "B" else buffer for buffer in buffers if buffer.nbytes]
-            wanted = f"{offset}-{offset + total - 1}"
-            carrier = Carrier(self._client.patience(total), into=views, shown=f"bytes {wanted}/")
-            self._client.carry(self._read(name, f"bytes={wanted}", total, carrier), carrier)
+            into = Landing(offset, views)
+            self._client.carry(self._read(name, into), Carrier(self._client.patience(total), into))
 
-    async def _read(self, name: str, wanted: str, total: int, carrier: Carrier) -> None:
+    async def _read(self, name: str, into: Landing) -> None:
         async def once() -> None:
-            answer = await self._client.once("get_object", nbytes=total, Key=name, Range=wanted)
+            if not into.left:  # a try that broke off at its very end
+                return
+            wanted = into.wanted
+            answer = await self._client.once("get_object", nbytes=into.left, Key=name, Range=f"bytes={wanted}")
             async with answer["Body"] as body:
                 shown = answer.get("ContentRange", "")
-                if not shown.startswith(carrier.shown):
+                if not is_range(shown, wanted):
                     where = self._client.where(name)
                     raise StoreError(
                         f"{where!r}: {wanted} were asked for, {shown or 'all'} came: it is cut short", filename=where
                     )
-                if not carrier.filled:  # it went through a proxy, or a session that is not ours
-                    await self._receive(body, carrier.into, name)
+                if into.left:  # it went through a proxy, or a session that is not ours
+                    await self._receive(body, into, name)
 
         await self._client.again("read", name, once)
 
-    async def _receive(self, body: Any, buffers: Sequence[memoryview], name: str) -> None:
+    async def _receive(self, body: Any, into: Landing, name: str) -> None:
         """Move a body into buffers as it comes in; one that ends early may be asked for again."""
         from aiohttp import ClientError
 
         where = self._client.where(name)
         stream = body.raw_stream.content
         try:
-            async with asyncio.timeout(self._client.patience(sum(map(len, buffers)))):
-                for buffer in buffers:
-                    at = 0
-                    while at < len(buffer):
-                        chunk = await stream.read(len(buffer) - at)
-                        if not chunk:
-                            raise StoreUnavailable(f"reading {where!r} ended too early", filename=where)
-                        buffer[at : at + len(chunk)] = chunk
-                        at += len(chunk)
+            async with asyncio.timeout(self._client.patience(into.left)):
+                while into.left:
+                    chunk = await stream.read(len(into.room(into.left)))
+                    if not chunk:
+                        raise StoreUnavailable(f"reading {where!r} ended too early", filename=where)
+                    into.room(len(chunk))[:] = chunk
+                    into.took(len(chunk))
         except (ClientError, TimeoutError, ConnectionError) as error:
             why = str(error) or type(error).__name__
             raise StoreUnavailable(f"reading {where!r} broke off: {why}", filename=where) from error

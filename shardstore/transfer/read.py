@@ -17,27 +17,13 @@ from shardstore import address
 from shardstore.errors import Damaged, StoreError
 from shardstore.events import Reporter
 from shardstore.hashing import DIGEST_BYTES, new
-from shardstore.index import FileEntry, Index
+from shardstore.index import Index
 from shardstore.plan import Segment
-from shardstore.storage.port import Store
+from shardstore.transfer.runs import DIRECT, Job, runs_of
 from shardstore.transfer.write import SLICE, in_parallel
 
 Move: TypeAlias = tuple[int, int, int]
 """To which address, from which, how many bytes."""
-
-DIRECT = 64 * 1024
-"""Segments of at least so many bytes in a block are read without a detour."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Blocks of one file, in order, and the segments that they fill."""
-
-    store: Store
-    file: int
-    entry: FileEntry
-    blocks: Sequence[int]
-    segments: Sequence[Segment] = ()
 
 
 @dataclass(slots=True)
@@ -67,24 +53,11 @@ class Reader:
 
     def run(self, jobs: Sequence[Job]) -> Outcome:
         """Carry out all jobs. Raises Damaged at the first bad block unless `keep_going`."""
-        units = [(job, run) for job in jobs for run in self._runs(job)]
+        units = list(runs_of(jobs, self._index.block, self._threads))
         in_parallel(self._read, units, self._threads)
         if sum(len(run) for _, run in units) != sum(len(job.blocks) for job in jobs):
             raise StoreError("not all blocks that were wanted were read")  # memory of the others is not what was saved
         return self.outcome
-
-    def _runs(self, job: Job) -> Iterator[range]:
-        """The blocks of a job in neighbours that one call of the store fetches together."""
-        most = max(1, job.store.capabilities.read_bytes // self._index.block)
-        first, last = -1, -2  # so that block 0 begins a run, too
-        for number in job.blocks:
-            if number != last + 1 or number - first == most:
-                if first >= 0:
-                    yield range(first, last + 1)
-                first = number
-            last = number
-        if first >= 0:
-            yield range(first, last + 1)
 
     def _read(self, unit: tuple[Job, range]) -> None:
         """Read neighbouring blocks by one call; then check each, and move what is small to its place."""

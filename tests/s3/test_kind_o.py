@@ -490,6 +490,23 @@ def test_O14_a_body_that_ends_early_is_asked_for_again(
     assert rule.hits == 2
 
 
+@pytest.mark.parametrize("session", [{}, {"http_session_cls": AIOHTTPSession}], ids=["threads", "event loop"])
+def test_O14_what_came_is_not_asked_for_again(
+    place: Place, proxy: FaultProxy, options: dict[str, Any], session: dict[str, Any]
+):
+    """After a body that broke off, the next request is for the rest alone."""
+    options["config_kwargs"] |= session
+    place.store.put("k", Bytes(b"-" + SIX_MIB))
+    proxy.on("get_object", cut, times=2)
+    buffers = [memoryview(bytearray(size)) for size in (1000, len(SIX_MIB) - 1000)]
+    S3Store(place.url, options, to_log).read_into("k", 1, buffers)
+    assert b"".join(buffers) == SIX_MIB
+    asked = [request.header("range") for request in proxy.requests("get_object")]
+    (first, last), *later = [tuple(map(int, one.removeprefix("bytes=").split("-"))) for one in asked]
+    assert [end for _, end in later] == [last] * 2
+    assert first == 1 < later[0][0] < later[1][0]
+
+
 @pytest.mark.parametrize("key", [NAME, "meta", "model-", "state/0"])
 def test_O14_a_body_that_always_ends_early(saved: Place, proxy: FaultProxy, options: dict[str, Any], key: str):
     """An error of the store, and no short tensor; it is not called damage, since nothing is known of the bytes."""
