@@ -157,19 +157,29 @@ class LocalStore:
 
     def stat(self, key: str) -> Entry:
         """Size and time of one key. A link, a folder, a fifo or a device is there, but of the kind `other`."""
-        return walk.entry(key, self._surely(lambda: self._lstat(check_key(key))))
+        return walk.entry(key, self._surely(lambda: self._lstat(check_key(key)), lambda: self._has_folder(key)))
 
     def _lstat(self, key: str) -> os.stat_result:
         *parts, name = key.split("/")
         with self._naming(key), self._folders.open(parts) as folder, posix.failing("looking at", self._shown(key)):
             return os.lstat(name, dir_fd=folder)
 
-    def _surely(self, look: Callable[[], T]) -> T:
+    def _has_folder(self, key: str) -> bool:
+        """Whether there is a folder for a key. Nothing replaces folders: where there is none, nothing blinks."""
+        try:
+            with self._folders.open(key.split("/")[:-1]):
+                return True
+        except KeyMissing:
+            return False
+
+    def _surely(self, look: Callable[[], T], may_blink: Callable[[], bool] = lambda: True) -> T:
         """Look again before saying that something is missing, where a file may not be seen while it is replaced."""
         for seconds in _BLINKS if mounts.is_fuse(self._kind) else ():
             try:
                 return look()
             except KeyMissing:
+                if not may_blink():
+                    raise
                 self._sleep(seconds)
         return look()
 

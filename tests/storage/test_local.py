@@ -489,3 +489,25 @@ sys.exit(0 if store.get("k", limit=3).data == b"one" else "other content")
 """
     done = subprocess.run([sys.executable, "-O", "-c", script, tmp_path / "root"], cwd=REPOSITORY, check=False)
     assert done.returncode == 0
+
+
+def test_what_may_blink_on_fuse_is_looked_for_again(root: Path, monkeypatch: pytest.MonkeyPatch):
+    """A file is seen that shows at the second look only.
+
+    For one whose folder is missing, as it is for each new checkpoint, nobody waits.
+    """
+    monkeypatch.setattr(mounts, "file_system", lambda _: "fuse.weed")
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if (root / "a").is_dir():
+            (root / "a/k").write_bytes(b"xyz")
+
+    store = LocalStore(root, sleep=sleep)
+    with pytest.raises(KeyMissing):
+        store.stat("a/k")
+    assert waits == []
+    (root / "a").mkdir(parents=True)
+    assert store.stat("a/k").nbytes == 3
+    assert len(waits) == 1
