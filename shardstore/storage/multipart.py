@@ -78,7 +78,7 @@ class Uploads:
 
     def put_once(self, name: str, body: Body, condition: Mapping[str, Any]) -> None:
         """Publish an object by one conditional request, sent once."""
-        put = self.prepared(name, _parts(body, MAX_PART, name))
+        put = self.prepared(name, in_parts(body, MAX_PART, name))
         self._client.carry(self.send_once(put, condition), Carrier(self._client.patience(body.nbytes)))
 
     async def send_once(self, put: Put, condition: Mapping[str, Any]) -> None:
@@ -102,7 +102,7 @@ class Uploads:
 
     def _put(self, name: str, body: Body) -> None:
         part = self._settings.part_for(body.nbytes)
-        parts = _parts(body, part, name)
+        parts = in_parts(body, part, name)
         if body.nbytes > part:
             self._in_parts(name, body.nbytes, parts)
             return
@@ -217,7 +217,7 @@ def _summed(arguments: dict[str, Any]) -> dict[str, Any]:
     return {**arguments, "ChecksumCRC32": _crc32(arguments["Body"])}
 
 
-def _parts(body: Body, part: int, name: str) -> Iterator[list[memoryview]]:
+def in_parts(body: Body, part: int, name: str) -> Iterator[list[memoryview]]:
     """The buffers of a body, in parts of exactly `part` bytes but for the last."""
     held: list[memoryview] = []
     size = total = 0

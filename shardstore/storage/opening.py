@@ -9,6 +9,7 @@ from typing import Any
 
 from shardstore.errors import InvalidArgument, brief
 from shardstore.events import Listener, to_log
+from shardstore.storage.engines import open_remote
 from shardstore.storage.local import LocalStore
 from shardstore.storage.memory import MemoryStore
 from shardstore.storage.port import Store
@@ -24,8 +25,9 @@ def open_store(
     """The store at a path or URL, with retries around it. Nothing is made or read yet.
 
     A path is taken as it is; `file://` is cut off, and what follows is taken as it is (as fsspec does); `memory://`
-    lives in this process; `s3://` goes through s3fs, all others through fsspec, with `storage_options` as they have
-    them. Raises InvalidArgument for a scheme that nobody knows, and for `storage_options` where a store has none.
+    lives in this process; `s3://` goes through s3fs, `gs://` and `az://` through obstore where that can be, all others
+    through fsspec, with `storage_options` in fsspec's words: see `open_remote`. Raises InvalidArgument for a scheme
+    that nobody knows, for `storage_options` where a store has none, and for an engine that can't be used there.
     """
     given: Any = url
     text = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
@@ -36,16 +38,8 @@ def open_store(
     match = _SCHEME.match(text)
     scheme = match[1].lower() if match else "file"
     options = dict(storage_options or {})
-    if scheme in {"s3", "s3a"}:
-        from shardstore.storage.s3 import S3Store
-
-        return RetryingStore(
-            S3Store(text, options, to_log if listener is None else listener), attempts=1
-        )  # it retries single requests
     if scheme not in {"file", "memory"}:
-        from shardstore.storage.generic import FsspecStore
-
-        return RetryingStore(FsspecStore(text, options), listener=listener)
+        return open_remote(scheme, text, options, to_log if listener is None else listener)
     if options:
         raise InvalidArgument(f"{text!r} takes no storage_options, but got {sorted(options)}")
     store: Store = MemoryStore(text) if scheme == "memory" else LocalStore(text[match.end() :] if match else text)

@@ -21,12 +21,57 @@ _MAX_SECONDS = 86_400.0
 _MAX_WAIT_S = 10.0
 
 
-class RetryingStore:
-    """Repeats what raised StoreUnavailable, at most `attempts` times in all, and not after `timeout_s` seconds.
+class Retries:
+    """Makes a call again that raised StoreUnavailable: at most `attempts` times in all, not after `timeout_s` seconds.
 
     `wait_s` is the first wait, in seconds; it doubles up to 10 s, and up to as much again is added at random, so that a
-    thousand ranks do not come back at once. A conditional put is made once: where its answer was lost, only reading
-    tells what happened. Listings are read whole before they are given out. A body that is put again is iterated again.
+    thousand ranks do not come back at once. Raises InvalidArgument for settings that can't be.
+    """
+
+    def __init__(self, attempts: int, timeout_s: float, wait_s: float, listener: Listener) -> None:
+        _check_settings(attempts, timeout_s, wait_s)
+        self._attempts = attempts
+        self._timeout_s = timeout_s
+        self._wait_s = wait_s
+        self._listener = listener
+        self._lock = threading.Lock()
+
+    def again(self, call: str, key: str, make: Callable[[], T]) -> T:
+        """Do something until it succeeds, fails for good, or the attempts are used up."""
+        try:
+            return make()  # without further ado, since there may be thousands of calls
+        except StoreUnavailable as error:
+            first = error
+        tries = stamina.retry_context(
+            on=StoreUnavailable,
+            attempts=self._attempts,
+            timeout=self._timeout_s,
+            wait_initial=self._wait_s,
+            wait_max=_MAX_WAIT_S,
+            wait_jitter=self._wait_s,
+        )
+        for attempt in tries:
+            with attempt:
+                try:
+                    if attempt.num == 1:
+                        raise first
+                    return make()
+                except StoreUnavailable as error:
+                    if attempt.num < self._attempts:
+                        self._tell(Retried(call, key, attempt.num + 1, attempt.next_wait, str(error)))
+                    raise
+        raise StoreUnavailable(f"{call} {key!r} was not tried")  # pragma: no cover  at least one attempt is made
+
+    def _tell(self, event: Retried) -> None:
+        with self._lock:
+            self._listener(event)
+
+
+class RetryingStore:
+    """Repeats what raised StoreUnavailable, as `Retries` does with these settings.
+
+    A conditional put is made once: where its answer was lost, only reading tells what happened. Listings are read whole
+    before they are given out. A body that is put again is iterated again.
     """
 
     def __init__(
@@ -38,14 +83,9 @@ class RetryingStore:
         wait_s: float = 0.1,
         listener: Listener | None = None,
     ) -> None:
-        _check_settings(attempts, timeout_s, wait_s)
+        self._retries = Retries(attempts, timeout_s, wait_s, to_log if listener is None else listener)
         self.inner = store
         self.url = store.url
-        self._attempts = attempts
-        self._timeout_s = timeout_s
-        self._wait_s = wait_s
-        self._listener = to_log if listener is None else listener
-        self._lock = threading.Lock()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -94,33 +134,7 @@ class RetryingStore:
         self.inner.close()
 
     def _again(self, call: str, key: str, make: Callable[[], T]) -> T:
-        try:
-            return make()  # without further ado, since there may be thousands of calls
-        except StoreUnavailable as error:
-            first = error
-        tries = stamina.retry_context(
-            on=StoreUnavailable,
-            attempts=self._attempts,
-            timeout=self._timeout_s,
-            wait_initial=self._wait_s,
-            wait_max=_MAX_WAIT_S,
-            wait_jitter=self._wait_s,
-        )
-        for attempt in tries:
-            with attempt:
-                try:
-                    if attempt.num == 1:
-                        raise first
-                    return make()
-                except StoreUnavailable as error:
-                    if attempt.num < self._attempts:
-                        self._tell(Retried(call, key, attempt.num + 1, attempt.next_wait, str(error)))
-                    raise
-        raise StoreUnavailable(f"{call} {key!r} was not tried")  # pragma: no cover  at least one attempt is made
-
-    def _tell(self, event: Retried) -> None:
-        with self._lock:
-            self._listener(event)
+        return self._retries.again(call, key, make)
 
 
 def unwrap(store: Store) -> Store:

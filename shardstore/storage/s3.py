@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
-import secrets
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardstore.errors import CheckpointExists, InvalidArgument, KeyMissing, StoreError, StoreUnavailable
 from shardstore.events import Listener
-from shardstore.storage import multipart
+from shardstore.storage import conditions, multipart
 from shardstore.storage.carrying import Carrier, Landing, is_range
 from shardstore.storage.port import Blob, Body, Capabilities, Entry, check_key
 from shardstore.storage.s3_client import Client, NotImplementedThere
@@ -24,13 +21,10 @@ from shardstore.storage.s3_client import Client, NotImplementedThere
 PART = 16 * 1024 * 1024
 IN_FLIGHT = 16
 READ, LONGEST_READ = 8 * 1024 * 1024, 32 * 1024 * 1024
+ATTEMPTS, TIMEOUT_S = 8, 300
 _OPTIONS = ("part_bytes", "in_flight", "attempts", "timeout_s")
 
-_PROBE = re.compile(r"(?:.*/)?\.probe-[0-9a-f]{16}")
 _NO_TAG = '"none"'
-
-_probed: dict[tuple[str, str, str], bool] = {}
-_probing = threading.Lock()
 
 
 class S3Store:
@@ -50,15 +44,16 @@ class S3Store:
         theirs = {name: value for name, value in options.items() if name not in _OPTIONS}
         self._settings = multipart.Settings(ours.get("part_bytes", PART), ours.get("in_flight", IN_FLIGHT))
         self._client = Client(
-            theirs, bucket, attempts=ours.get("attempts", 8), timeout_s=ours.get("timeout_s", 300), listener=listener
-        )
+            theirs, bucket, attempts=ours.get("attempts", ATTEMPTS), timeout_s=ours.get("timeout_s", TIMEOUT_S),
+            listener=listener,
+        )  # fmt: skip
         self._uploads = multipart.Uploads(self._client, self._settings)
 
     @property
     def capabilities(self) -> Capabilities:
         """`exclusive` until a probe, made before the first conditional put, has found that it is not."""
         return Capabilities(
-            exclusive=_probed.get(self._place("IfNoneMatch"), True), durable=True, mappable=False,
+            exclusive=conditions.known.get(self._question(conditions.IF_ABSENT), True), durable=True, mappable=False,
             why="it lies in an object store",
             read_bytes=min(self._settings.part_bytes, READ), longest_read=LONGEST_READ,
             connections=self._settings.in_flight,
@@ -68,7 +63,7 @@ class S3Store:
 
     def prepare(self) -> None:
         """Probe, once for each bucket and process, whether the server honours the conditions of a commit."""
-        self._honours("IfNoneMatch")
+        self._honours(conditions.IF_ABSENT)
 
     def put(self, key: str, body: Body, *, if_absent: bool = False, if_match: str | None = None) -> None:
         """Publish an object. A conditional put is one request, sent once: what its lost answer means, reading tells."""
@@ -81,10 +76,8 @@ class S3Store:
             self._uploads.put(name, body)
 
     def _put_if(self, name: str, body: Body, if_match: str | None) -> None:
-        if not self._honours("IfNoneMatch" if if_match is None else "IfMatch"):
-            raise InvalidArgument(
-                f"{self.url} does not honour conditions on a PUT: say single_writer=True if nobody else writes there"
-            )
+        if not self._honours(conditions.IF_ABSENT if if_match is None else conditions.IF_MATCH):
+            raise InvalidArgument(conditions.refusal(self.url))
         if if_match is None:
             self._uploads.put_once(name, body, {"IfNoneMatch": "*"})
             return
@@ -97,13 +90,9 @@ class S3Store:
 
     def _honours(self, condition: str) -> bool:
         """Whether a PUT under a condition that does not hold is refused; asked once for each bucket and process."""
-        place = self._place(condition)
-        with _probing:
-            if place not in _probed:
-                _probed[place] = self._probe(condition)
-            return _probed[place]
+        return conditions.honoured(self._question(condition), lambda: self._probe(condition))
 
-    def _place(self, condition: str) -> tuple[str, str, str]:
+    def _question(self, condition: str) -> conditions.Question:
         fs = self._client.fs
         return str(fs.endpoint_url or fs.client_kwargs.get("endpoint_url")), self._client.bucket, condition
 
@@ -112,11 +101,11 @@ class S3Store:
         return self._client.carry(probing, Carrier(self._client.patience(0)))
 
     async def _probe_once(self, condition: str) -> bool:
-        name = f"{self._prefix}.probe-{secrets.token_hex(8)}"
+        name = conditions.probe_name(self._prefix)
         put = self._uploads.prepared(name, [[memoryview(b"probe")]])
         try:
             await self._uploads.send_once(put, {"IfNoneMatch": "*"})
-            await self._uploads.send_once(put, {condition: "*" if condition == "IfNoneMatch" else _NO_TAG})
+            await self._uploads.send_once(put, {condition: "*" if condition == conditions.IF_ABSENT else _NO_TAG})
         except CheckpointExists:
             return True
         except NotImplementedThere:
@@ -227,7 +216,7 @@ class S3Store:
     def _entries(self, page: Mapping[str, Any]) -> Iterator[Entry]:
         for found in page.get("Contents", ()):
             key = found["Key"][len(self._prefix) :]
-            if key and not key.endswith("/") and not _PROBE.fullmatch(key):
+            if key and not key.endswith("/") and not conditions.is_probe(key):
                 yield Entry(key, found["Size"], found["LastModified"].timestamp())
 
     def _pages(self, **what: Any) -> Iterator[Mapping[str, Any]]:

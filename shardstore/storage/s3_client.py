@@ -27,17 +27,17 @@ T = TypeVar("T")
 
 CONNECT_SECONDS = 10
 READ_SECONDS = 60
-_SLOWEST = 256 * 1024  # bytes a second: a request that is slower is given up
+SLOWEST = 256 * 1024  # bytes a second: a request that is slower is given up
 _MAX_ATTEMPTS = 64
 _MAX_SECONDS = 86_400.0
 
-_PASSING = {
+PASSING = {
     "SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "Throttling", "ThrottlingException",
     "RequestLimitExceeded", "OperationAborted", "ConditionalRequestConflict", "BadDigest", "XAmzContentSHA256Mismatch",
     "IncompleteBody", "500", "502", "503", "504", "429",
 }  # fmt: skip
-_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired", "InvalidToken"}
-_REMEDIES = {
+EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired", "InvalidToken"}
+REMEDIES = {
     "NoSuchBucket": "the bucket does not exist: make it, or correct its name; shardstore never makes one",
     "AccessDenied": "access is denied: check the policy of these credentials for this bucket and prefix",
     "403": "access is denied: check the policy of these credentials for this bucket and prefix",
@@ -84,7 +84,7 @@ class Client:
 
     def patience(self, nbytes: int) -> float:
         """How many seconds one request that moves so many bytes may take."""
-        return float(self._patience + nbytes / _SLOWEST)
+        return float(self._patience + nbytes / SLOWEST)
 
     def start(self, work: Awaitable[T]) -> Future[T]:
         """Run a coroutine on the event loop's thread."""
@@ -222,7 +222,7 @@ def _file_system(options: Mapping[str, Any], config: dict[str, Any]) -> Any:
 def _says_expired(error: Exception, method: str) -> bool:
     """Whether new credentials may help. The answer to a HEAD has no body that would tell."""
     code = code_of(error)
-    return code in _EXPIRED or (code == "400" and method.startswith("head"))
+    return code in EXPIRED or (code == "400" and method.startswith("head"))
 
 
 def code_of(error: BaseException) -> str:
@@ -256,7 +256,7 @@ def translated(  # noqa: PLR0911 - a table of cases
         return ChecksumRefused(f"{code} {_message(error)}")
     if status == 501 or code in {"NotImplemented", "501"}:  # noqa: PLR2004 - HTTP
         return NotImplementedThere(f"{text}{code} {_message(error)}", filename=where)
-    if code in _PASSING or status >= 500:  # noqa: PLR2004 - HTTP
+    if code in PASSING or status >= 500:  # noqa: PLR2004 - HTTP
         return StoreUnavailable(f"{text}{code} {_message(error)}", filename=where)
     denied = errno.EACCES if status == 403 else None  # noqa: PLR2004 - HTTP
     return StoreError(f"{text}{_remedy(code, method, error)}", errno=denied, filename=where, code=code)
@@ -264,12 +264,12 @@ def translated(  # noqa: PLR0911 - a table of cases
 
 def _remedy(code: str, method: str, error: Exception) -> str:
     """What to do about an error that does not pass."""
-    if code in _EXPIRED:
+    if code in EXPIRED:
         return "the credentials have expired: renew them"
     if code in {"403", "AccessDenied"} and method in {"head_object", "get_object"}:
         return "access is denied, or it does not exist: S3 tells which only with the right s3:ListBucket"
-    if code in _REMEDIES:
-        return _REMEDIES[code]
+    if code in REMEDIES:
+        return REMEDIES[code]
     return f"{code} {_message(error)}"
 
 
@@ -297,7 +297,7 @@ def _unanswered(error: Exception, text: str, where: str) -> Exception:
             filename=where,
         )
     if _redirected(error):
-        return StoreError(f"{text}{_REMEDIES['PermanentRedirect']}", filename=where)
+        return StoreError(f"{text}{REMEDIES['PermanentRedirect']}", filename=where)
     why = "no answer came in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
     passing = (OSError, EOFError, HTTPException, ClientError, ConnectionError, HTTPClientError, ResponseParserError)
     if isinstance(error, passing):

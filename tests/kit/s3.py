@@ -21,7 +21,7 @@ import stamina
 from shardstore.errors import KeyMissing
 from shardstore.events import to_log
 from shardstore.index import NAME
-from shardstore.storage import s3
+from shardstore.storage import conditions
 from shardstore.storage.s3 import S3Store
 from tests.kit.proxy import FaultProxy
 from tests.kit.weed import ACCESS_KEY, SECRET_KEY, Weed, server
@@ -110,10 +110,10 @@ def _proxy(seaweed: Weed) -> Iterator[FaultProxy]:
 @pytest.fixture
 def proxy(_proxy: FaultProxy) -> Iterator[FaultProxy]:
     """A proxy in front of the server that does nothing yet. What a server does with conditions is not known yet."""
-    s3._probed.clear()
+    conditions.known.clear()
     yield _proxy
     _proxy.clear()
-    s3._probed.clear()
+    conditions.known.clear()
 
 
 @pytest.fixture

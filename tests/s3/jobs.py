@@ -8,17 +8,17 @@ from typing import Any
 
 import shardstore
 from shardstore.errors import ShardstoreError
-from shardstore.storage import s3
+from shardstore.storage import conditions
 from tests.crash.states import state
 from tests.crash.zygote import REPOSITORY, Zygote, _Server
 from tests.kit.s3 import hasty
 
 
 class S3Zygote(Zygote):
-    """Forks child processes that do the jobs of this module."""
+    """Forks child processes that do the jobs of this module, or another."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", __name__]
+    def __init__(self, module: str = __name__) -> None:
+        command = [sys.executable, "-m", module]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
         )
@@ -28,7 +28,7 @@ def save(url: str, endpoint: str, number: int, *, overwrite: bool = False) -> di
     """Save the state of a number; answers with the name of the error's class, if there is one."""
     options = hasty(endpoint)
     for condition in ("IfNoneMatch", "IfMatch"):  # known, so that all requests are those of the save itself
-        s3._probed[endpoint, "bucket", condition] = True
+        conditions.known[endpoint, "bucket", condition] = True
     try:
         shardstore.save(state(number), url, step=number, overwrite=overwrite, threads=1, storage_options=options)
     except ShardstoreError as error:
