@@ -26,6 +26,8 @@ REGION = "us-east-1"
 KEY, SECRET = "shardstore", "shardstore-secret"  # of the server's only user, as tests/kit/weed.py makes it
 LATENCY_MS, MIB_PER_S, CONNECTIONS = 30, 5, IN_FLIGHT  # together less than the server can take on two cores
 MIB = 1 << 20
+ROOMY = ("-master.volumeSizeLimitMB=30000", "-volume.max=200")  # no new volumes within a save
+MODEST = {"GOMEMLIMIT": "2GiB"}  # of a server, in Go: else it keeps 9 GB of memory after some saves
 
 
 @dataclass(frozen=True)
@@ -128,13 +130,11 @@ def started(place: Path) -> Iterator[Buckets]:
     """A server and the slow way to it; both are stopped afterwards. RuntimeError where it does not start."""
     from tests.kit.weed import server
 
-    roomy = ["-master.volumeSizeLimitMB=30000", "-volume.max=200"]  # no new volumes within a save
     login = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}  # s3torchconnector has no other way
-    modest = {"GOMEMLIMIT": "2GiB"}  # of the server, in Go: else it keeps 9 GB of memory after some saves
     with (
-        mock.patch.dict(os.environ, {**login, **modest}),
+        mock.patch.dict(os.environ, {**login, **MODEST}),
         tempfile.TemporaryDirectory(prefix="shardstore-bench-", dir=place) as folder,
-        server(Path(folder) / "server", s3=True, options=roomy) as weed,
+        server(Path(folder) / "server", s3=True, options=ROOMY) as weed,
         _slow_way(_port(weed.s3)) as paced,
     ):
         buckets = Buckets(weed.s3, paced)

@@ -99,17 +99,23 @@ def peak(case: Case, task: Task, system: System, folder: Where) -> dict[str, Any
         str(case.threads),
         folder.word if isinstance(folder, Remote) else str(folder),
     ]
-    row = {
-        "state": case.name,
-        "task": task.name,
-        "system": system.name,
-        "kind": system.kind,
-        "call": system.calls[task.name],
-    }
+    row = _row(case, task, system)
     try:
         return {**row, **ask("benchmarks.peak", *words)}
     except RuntimeError as error:
         return {**row, "error": str(error)}
+
+
+def unpeaked(case: Case, task: Task, system: System, why: str) -> dict[str, Any]:
+    """The row of what isn't measured."""
+    return {**_row(case, task, system), "skipped": why}
+
+
+def _row(case: Case, task: Task, system: System) -> dict[str, Any]:
+    return {
+        "state": case.name, "task": task.name, "system": system.name, "kind": system.kind,
+        "call": system.calls[task.name],
+    }  # fmt: skip
 
 
 def main(state: str, task: str, system: str, threads: str, folder: str) -> None:

@@ -13,12 +13,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bucket import CONNECTIONS, LATENCY_MS, MIB, MIB_PER_S, Buckets, Remote, Where
+from benchmarks.bucket import CONNECTIONS, LATENCY_MS, MIB, MIB_PER_S, Buckets, Where
 from benchmarks.machine import memory_free, settle
+from benchmarks.mount import Mount
 from benchmarks.states import Case
 from benchmarks.systems import SYSTEMS, System
 from benchmarks.tasks import Task
 from benchmarks.training import Beside
+
+Place = Path | Buckets | Mount  # where folders are made
 
 
 @dataclass
@@ -55,21 +58,21 @@ class Settings:
     slow: float
     memory: Path
     disk: Path
-    buckets: Buckets | None = None
+    server: Buckets | Mount | None = None
 
-    def place(self, task: Task) -> Path | Buckets:
+    def place(self, task: Task) -> Place:
         """Where what a task saves or loads lies."""
-        if task.remote:
-            if self.buckets is None:
+        if task.server:
+            if self.server is None:
                 raise ValueError(f"{task.name} needs a server")
-            return self.buckets
+            return self.server
         return self.memory if task.place == "memory" else self.disk
 
 
 class Library:
     """Folders, or places in buckets, that loads read from: saved once for all systems that read the same files."""
 
-    def __init__(self, case: Case, place: Path | Buckets) -> None:
+    def __init__(self, case: Case, place: Place) -> None:
         self._case = case
         self._place = place
         self._folders: dict[str, Where] = {}
@@ -104,7 +107,7 @@ class Library:
 
 
 @contextmanager
-def library(case: Case, place: Path | Buckets) -> Iterator[Library]:
+def library(case: Case, place: Place) -> Iterator[Library]:
     """A library that is removed afterwards, whatever happens."""
     made = Library(case, place)
     try:
@@ -113,9 +116,9 @@ def library(case: Case, place: Path | Buckets) -> Iterator[Library]:
         made.close()
 
 
-def new_folder(place: Path | Buckets, case: Case) -> Any:
+def new_folder(place: Place, case: Case) -> Any:
     """An empty folder or bucket. Raises OSError where a folder has no room for another copy of the state."""
-    if isinstance(place, Buckets):
+    if not isinstance(place, Path):
         return place.new()
     free = shutil.disk_usage(place).free
     if place.resolve().is_relative_to("/dev/shm"):  # its bytes are memory, whatever its size allows
@@ -125,19 +128,18 @@ def new_folder(place: Path | Buckets, case: Case) -> Any:
     return Path(tempfile.mkdtemp(prefix="shardstore-bench-", dir=place))
 
 
-def remove(place: Path | Buckets, folder: Where) -> None:
+def remove(place: Place, folder: Any) -> None:
     """Remove what `new_folder` has made."""
-    if isinstance(place, Buckets):
-        assert isinstance(folder, Remote)
-        place.remove(folder)
-    else:
-        assert isinstance(folder, Path)
+    if isinstance(place, Path):
         shutil.rmtree(folder)
+    else:
+        place.remove(folder)
 
 
 _MOST_ROUNDS = {
     "s3-save": 2, "s3-load-into": 3, "s3-load-fresh": 3,  # the server takes six core seconds to store a GB
     "s3-paced-save": 2, "s3-paced-load": 2,  # a clock makes no noise
+    "fuse-save": 2, "fuse-load-into": 3, "fuse-load-fresh": 3,
     "beside": 2,  # of some seconds each, in which many steps are counted
 }  # fmt: skip
 
@@ -207,9 +209,8 @@ def _round(
     folder = new_folder(place, case) if task.saves else shelf.of(system)
     keep = not task.saves
     try:
-        way = folder.via(place.paced) if isinstance(place, Buckets) and task.place == "s3-paced" else folder
-        seconds, cpu, said = _timed(case, task, system, way, check=first)
-        patient = task.patient or task.remote or system.kind not in ("peer", "plain")  # all of S3 is slow
+        seconds, cpu, said = _timed(case, task, system, _way(task, place, folder), check=first)
+        patient = task.patient or task.server or system.kind not in ("peer", "plain")  # all servers are slow
         row.warm = not (first and seconds > settings.slow and not patient)
         if not first or not row.warm:
             row.seconds.append(seconds)
@@ -224,11 +225,20 @@ def _round(
             remove(place, folder)
 
 
+def _way(task: Task, place: Place, folder: Any) -> Any:
+    """The way to a folder that a go takes: a slow one, or through a mount that is made anew."""
+    if isinstance(place, Buckets) and task.place == "s3-paced":
+        return folder.via(place.paced)
+    if isinstance(place, Mount) and not task.saves:
+        place.renew()
+    return folder
+
+
 def _timed(case: Case, task: Task, system: System, folder: Where, *, check: bool) -> tuple[float, float, Beside | None]:
     """Wall and CPU seconds of one go, and what it says itself. With `check`, raises ValueError where that is wrong."""
     if check:
         task.before(case)
-    with task.around(case, folder):
+    with task.around(system, case, folder):
         if task.place == "disk":
             os.sync()  # earlier writes are not this system's to wait for
         settle(case.nbytes * 5 // 4 if task.allocates else 0)

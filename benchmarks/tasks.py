@@ -24,14 +24,14 @@ class Task:
 
     name: str
     about: str
-    place: str  # memory, disk, s3 or s3-paced
+    place: str  # memory, disk, fuse, s3 or s3-paced
     saves: bool  # gets an empty folder; the others get one that was saved before
     act: Callable[[System, Case, Any], Any]
     wrong: Callable[[System, Case, Any, Any], str | None]
     allocates: bool = True  # memory for a state or its files
     states: tuple[str, ...] = ()  # measured on these only by default; empty: on all
     before: Callable[[Case], None] = lambda _case: None  # only where the result is checked
-    around: Callable[[Case, Any], AbstractContextManager[None]] = lambda _case, _folder: nullcontext()
+    around: Callable[[System, Case, Any], AbstractContextManager[None]] = lambda _system, _case, _folder: nullcontext()
     finish: Callable[[Any], Any] = lambda _result: None
     limit: str = "bare"  # the system that shows what is possible
     patient: bool = False  # who is slow is measured as often as the others
@@ -42,9 +42,9 @@ class Task:
         return (not self.states or state in self.states) and (not only or self.name in only)
 
     @property
-    def remote(self) -> bool:
-        """Whether it needs the S3 server."""
-        return self.place.startswith("s3")
+    def server(self) -> str:
+        """What has to run for it: s3, fuse, or nothing."""
+        return "s3" if self.place.startswith("s3") else self.place * (self.place == "fuse")
 
 
 def _saved(system: System, case: Case, folder: Any, _result: Any) -> str | None:
@@ -68,10 +68,11 @@ def _right(_system: System, _case: Case, _folder: Any, result: Any) -> str | Non
 
 
 @contextmanager
-def _with_workers(case: Case, _folder: Any) -> Iterator[None]:
-    """Beside forked workers. The target is touched again: what a fork shares is copied at the next touch."""
+def _with_workers(system: System, case: Case, _folder: Any) -> Iterator[None]:
+    """Beside forked workers. What the limit fills is touched again: what a fork shares is copied at the next touch."""
     with workers():
-        zero(case.target)
+        if system.kind == "limit":
+            zero(case.target)
         yield
 
 
@@ -180,7 +181,7 @@ TASKS = {
             act=lambda system, case, folder: system.convert(case, folder),
             wrong=lambda _system, case, folder, _result: flat_file.wrong(case, folder),
             states=("gpt-124m", "toy"),
-            around=flat_file.written,
+            around=lambda _system, case, folder: flat_file.written(case, folder),
         ),
         Task(
             "list",
@@ -191,7 +192,7 @@ TASKS = {
             wrong=_counted,
             allocates=False,
             states=("run-10k", "toy-run"),
-            around=lambda case, folder: long_run.written(case.tensors, folder),
+            around=lambda _system, case, folder: long_run.written(case.tensors, folder),
         ),
     )
 }
@@ -243,12 +244,25 @@ _S3 = (
         states=("gpt-124m", "toy"),
     ),
 )
+_COLD = "which was mounted anew before each load, so that it has nothing cached"
+_FUSE = (
+    replace(
+        _S3[0], name="fuse-save", place="fuse", about="save into a new folder on a FUSE mount, until it is flushed"
+    ),
+    replace(
+        _S3[1],
+        name="fuse-load-into",
+        place="fuse",
+        about=f"load into the tensors of a state that is there from a FUSE mount, {_COLD}",
+    ),
+    replace(_S3[2], name="fuse-load-fresh", place="fuse", about=f"load into new memory from a FUSE mount, {_COLD}"),
+)
 _SLOWLY = f"{LATENCY_MS} ms added to each request, {MIB_PER_S} MiB/s on each connection"
 _PACED = (
     replace(task, name=name, place="s3-paced", about=f"{task.about}, {_SLOWLY}", limit="bandwidth")
     for name, task in (("s3-paced-save", _S3[0]), ("s3-paced-load", _S3[1]))
 )
-TASKS |= {task.name: task for task in (*_S3, *_PACED)}
+TASKS |= {task.name: task for task in (*_S3, *_PACED, *_FUSE)}
 
 ABOUT = {name: task.about for name, task in TASKS.items()} | {
     "reshard": "load what one process has saved",

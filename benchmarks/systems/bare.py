@@ -129,6 +129,9 @@ class Bare(System):
         "load-mapped": "xxh3_128 of private maps",
         "partial": "pread",
         "list": "listdir, read the head of each index",
+        "fuse-save": "write, fsync",
+        "fuse-load-into": "preadv into the tensors",
+        "fuse-load-fresh": "preadv into huge-page memory",
     }
 
     def save(self, case: Case, folder: Path, *, durable: bool) -> None:

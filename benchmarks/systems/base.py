@@ -15,7 +15,7 @@ class System:
     """One way to save and load. It takes part in the tasks that `calls` names, and has the methods that they need.
 
     A save gets an empty folder, a load the folder that `save` of a system with the same `files` has filled. In tasks on
-    S3 that is a place in a bucket, a `benchmarks.bucket.Remote`.
+    S3 that is a place in a bucket, a `benchmarks.bucket.Remote`. `benchmarks.choice` says who is left out of a run.
     """
 
     name: ClassVar[str]
@@ -24,7 +24,6 @@ class System:
     calls: ClassVar[dict[str, str]] = {}  # by task, what is called
     lacks: ClassVar[str] = ""  # what it does not do, of: hash, fsync, atomic commit
     cannot: ClassVar[dict[str, str]] = {}  # by state, why it is not measured there
-    slow: ClassVar[frozenset[str]] = frozenset()  # states on which it takes minutes: left out of a quick run
 
     def missing(self) -> str | None:
         """Why it can't be measured here, None if it can."""

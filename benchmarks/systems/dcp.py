@@ -19,11 +19,11 @@ class OneThread(System):
     files = "dcp"
     threads: ClassVar[int] = 1
     lacks = "hash"
-    slow = frozenset({"many-small"})
     calls: ClassVar = {
         "save": "dcp.save, thread_count=1",
         "save-durable": "dcp.save, thread_count=1, sync_files",
         "load-into": "dcp.load",
+        "fuse-load-into": "dcp.load",
         "open": "FileSystemReader.read_metadata",
     }
 
@@ -47,6 +47,7 @@ class TwoThreads(OneThread):
     calls: ClassVar = {
         "save": "dcp.save, thread_count=2",
         "save-durable": "dcp.save, thread_count=2, sync_files",
+        "fuse-save": "dcp.save, thread_count=2, sync_files",
         "stall": "dcp.async_save, one DefaultStager",
         "stall-workers": "dcp.async_save, one DefaultStager",
         "beside": "dcp.async_save, one DefaultStager",

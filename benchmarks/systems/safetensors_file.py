@@ -29,6 +29,8 @@ class Safetensors(System):
         "load-mapped": "load_file; reads no tensor",
         "open": "safe_open, keys",
         "partial": "safe_open, get_slice, clone",
+        "fuse-save": "save_file, fsync",
+        "fuse-load-into": "load_file, copy_",
     }
 
     def save(self, case: Case, folder: Path, *, durable: bool) -> None:
@@ -59,7 +61,7 @@ class SafetensorsCloned(System):
     name = "safetensors-clone"
     files = "safetensors"
     lacks = "hash, structure"
-    calls: ClassVar = {"load-fresh": "load_file, clone", "load-mapped": "load_file, clone"}
+    calls: ClassVar = dict.fromkeys(("load-fresh", "load-mapped", "fuse-load-fresh"), "load_file, clone")
 
     def load_fresh(self, case: Case, folder: Path) -> Any:  # noqa: ARG002
         return {name: tensor.clone() for name, tensor in load_file(folder / NAME).items()}

@@ -18,7 +18,6 @@ class TorchCheckpointing(System):
     name = "torch_checkpointing"
     files = "torch_checkpointing"
     lacks = "hash, fsync, safe load"
-    slow = frozenset({"many-small"})
     calls: ClassVar = {
         "save": "CheckpointManager.save",
         "save-durable": "CheckpointManager.save, fsync",

@@ -31,6 +31,9 @@ class Torch(System):
         "load-into": "torch.load, copy_",
         "load-fresh": "torch.load",
         "open": "torch.load(mmap=True)",
+        "fuse-save": "torch.save, fsync",
+        "fuse-load-into": "torch.load, copy_",
+        "fuse-load-fresh": "torch.load",
     }
 
     def save(self, case: Case, folder: Path, *, durable: bool) -> None:
@@ -54,7 +57,6 @@ class TorchUnchecked(System):
     name = "torch-nocrc"
     files = "torch"
     lacks = "checksum, atomic commit"
-    slow = frozenset({"many-small"})
     calls: ClassVar = {
         "save": "torch.save, set_crc32_options(False)",
         "save-durable": "torch.save, set_crc32_options(False), fsync",

@@ -94,11 +94,22 @@ def test_growth_is_measured_and_drawn(shm_path, tmp_path, monkeypatch):
     page.write_text(f"{report.BEGIN}\n{report.END}\n")
     plots = []
     for _ in range(2):
-        report.render({**run(), "scaling": axes}, page)
+        report.render([run(), {**run(), "scaling": axes}], page)
         plots.append({path.name: path.read_bytes() for path in (tmp_path / "benchmarks").iterdir()})
     assert plots[0] == plots[1]
     assert all(f"](benchmarks/{name})" in page.read_text() for name in plots[0])
     assert len(plots[0]) == len(axes)
+    for axis in axes:
+        assert all(f"- {scaling.sentence(axis, line)}\n" in page.read_text() for line in axis["lines"])
+
+
+def test_what_an_exponent_means_is_said():
+    """How much more twice the work takes, and from where to where; memory that is no more than noise does not grow."""
+    axis = {"name": "tensors", "xs": [100, 1000, 10000]}
+    line = {"name": "save", "unit": "s", "values": [0.5, 1.0, 10.0]}
+    want = "save: exponent 1.00, twice the tensors take 2.00 \u00d7 as long; 0.5 s at 100, 10 s at 10,000."
+    assert scaling.sentence(axis, line) == want
+    assert scaling.slope_of(axis, {"name": "memory", "unit": "MiB", "values": [0.0, 0.001, 0.9]}) == 0
 
 
 def test_ranks_that_fail_leave_a_row(shm_path, monkeypatch):

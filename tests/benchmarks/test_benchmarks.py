@@ -20,11 +20,15 @@ LOCAL = [
     (state, task, name)
     for state in TOYS
     for task, name in PAIRS
-    if not TASKS[task].remote
+    if not TASKS[task].server
     and TASKS[task].suits(state)
     and (task, name) != ("beside", "torch_checkpointing")  # the same calls as in stall, and another process to start
 ]
-REMOTE = [(task, name) for task, name in PAIRS if TASKS[task].remote]
+
+
+def served(server):
+    """The pairs of a task on that server and a system that does it."""
+    return [(task, name) for task, name in PAIRS if TASKS[task].server == server]
 
 
 def settings(shm_path, tmp_path):
@@ -219,7 +223,7 @@ def test_rendering_keeps_what_is_written_by_hand(tmp_path):
     page.write_text(f"# Head\n\n{report.BEGIN}\nstale words\n{report.END}\n\n## Notes\n\nBy hand.\n")
     measured = run(row("shardstore", "save", 1.0, kind="ours"), row("torch", "save", 2.5))
     for _ in range(2):
-        report.render(json.loads(json.dumps(measured)), page)
+        report.render([json.loads(json.dumps(measured))], page)
         text = page.read_text()
         assert text.startswith(f"# Head\n\n{report.BEGIN}\n")
         assert text.endswith(f"{report.END}\n\n## Notes\n\nBy hand.\n")
@@ -227,7 +231,7 @@ def test_rendering_keeps_what_is_written_by_hand(tmp_path):
         assert text.count("| torch | `torch()` | 2.500 | 2.500 | 0.40 | 2.50 | 2.50 \u00d7 |") == 1
     page.write_text("no marks\n")
     with pytest.raises(ValueError, match="must hold the lines"):
-        report.render(measured, page)
+        report.render([measured], page)
     assert page.read_text() == "no marks\n"
 
 
@@ -243,10 +247,11 @@ def test_rows_say_what_counts_beside_their_seconds():
 
 
 def test_all_is_everything_but_toys():
-    """`--all` takes S3 and every state that is no toy, and says so in a word."""
+    """`--all` takes servers, peers and every state that is no toy, and says so in a word; what is named wins."""
     options = tool.arguments(["--all"])
-    assert options.scaling
-    assert {"s3-save", "ranks", "beside"} <= set(options.tasks)
+    assert {"s3-save", "fuse-save", "ranks", "beside", "scaling"} <= set(options.tasks)
+    assert options.everybody
+    assert tool.arguments(["--all", "--states", "many-small"]).states == ["many-small"]
     assert set(options.states) == {name for name in states.STATES if not name.startswith("toy")}
     assert tool.command(options) == "python -m benchmarks --all"
 
@@ -255,7 +260,7 @@ def test_the_page_can_be_rendered(tmp_path):
     """docs/benchmarks.md has the marks that the tool looks for."""
     page = tmp_path / "benchmarks.md"
     shutil.copy(report.PAGE, page)
-    report.render(run(row("shardstore", "save", 1.0, kind="ours")), page)
+    report.render([run(row("shardstore", "save", 1.0, kind="ours"))], page)
     assert "## Notes" in page.read_text()
 
 

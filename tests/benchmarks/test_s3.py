@@ -13,7 +13,7 @@ from benchmarks.runner import Settings, bandwidth, library, measure
 from benchmarks.states import Case
 from benchmarks.systems import SYSTEMS
 from benchmarks.tasks import TASKS
-from tests.benchmarks.test_benchmarks import REMOTE, row, run
+from tests.benchmarks.test_benchmarks import row, run, served
 
 # s3torchconnector and safetensors' bytes; connections that clients keep until they are collected
 pytestmark = [
@@ -33,7 +33,7 @@ def buckets(tmp_path_factory):
 @pytest.fixture
 def settings(buckets, tmp_path):
     """A warm-up and one round."""
-    return Settings(rounds=1, slow=0, memory=tmp_path, disk=tmp_path, buckets=buckets)
+    return Settings(rounds=1, slow=0, memory=tmp_path, disk=tmp_path, server=buckets)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def names(buckets):
     return {each["Name"] for each in buckets._client.list_buckets()["Buckets"]}
 
 
-@pytest.mark.parametrize(("task", "name"), REMOTE)
+@pytest.mark.parametrize(("task", "name"), served("s3"))
 def test_every_client_does_every_task_right(task, name, shelf, settings, buckets):
     """Each gives back the saved bits, is measured though it is slow, and leaves no bucket of a save."""
     if why := SYSTEMS[name].missing():
@@ -90,7 +90,7 @@ def test_a_library_that_is_absent_is_left_out_with_the_reason(shelf, settings):
     assert (absent.seconds, absent.error) == ([], None)
     assert len(present.seconds) == 1
     text = report.markdown(run(absent.json(), present.json()))
-    assert "absent was not measured: needs the package no_such_library" in text
+    assert "Not measured: absent; needs the package no_such_library: " in text
     assert "failed" not in text
 
 
