@@ -6,10 +6,22 @@ import contextlib
 import os
 import signal as signals
 import threading
+from collections import Counter
 from typing import Literal
 from xml.sax.saxutils import escape
 
-from tests.kit.proxy import PATIENCE_S, Action, Exchange, Hangup, Headers, resigned, with_query
+from tests.kit.proxy import (
+    FOREVER,
+    PATIENCE_S,
+    Action,
+    Exchange,
+    FaultProxy,
+    Hangup,
+    Headers,
+    Request,
+    resigned,
+    with_query,
+)
 from tests.kit.sigv4 import sign
 
 # -- answers that the server did not give
@@ -185,6 +197,19 @@ def losing(how: Literal["reset", "silence", "error"] = "reset") -> Action:
 
     lose.__name__ = f"losing the answer: {how}"
     return lose
+
+
+def refuse_twice(proxy: FaultProxy) -> None:
+    """Every unconditional request is refused twice, for each object; listings never are."""
+    refused: Counter[tuple[str, str]] = Counter()
+
+    def twice(request: Request) -> bool:
+        if request.header("if-none-match") or request.header("if-match") or request.op == "list_objects_v2":
+            return False
+        refused[request.op, request.key] += 1
+        return refused[request.op, request.key] <= 2
+
+    proxy.on(".*", slow_down, times=FOREVER, when=twice)
 
 
 # -- requests that are changed

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from shardstore.events import to_log
@@ -11,7 +9,7 @@ from shardstore.storage.obstore_store import ObstoreStore
 from tests.kit import azurite as az
 from tests.kit.contract import MakeStore, StoreContract
 from tests.kit.gcs import Bucket
-from tests.kit.mishaps import paged, slow_down
+from tests.kit.mishaps import paged, refuse_twice
 from tests.kit.proxy import FOREVER, FaultProxy
 from tests.kit.s3 import Place, options_for
 from tests.kit.weed import Weed
@@ -30,17 +28,7 @@ class TestS3OnTrouble(StoreContract):
 
     @pytest.fixture
     def make_store(self, place: Place, proxy: FaultProxy, no_waits: None) -> MakeStore:
-        refused: dict[tuple[Any, ...], int] = {}
-
-        def twice(request) -> bool:
-            conditional = request.header("if-none-match") or request.header("if-match")
-            if conditional or request.op == "list_objects_v2":
-                return False
-            name = (request.op, request.key)
-            refused[name] = refused.get(name, 0) + 1
-            return refused[name] <= 2
-
-        proxy.on(".*", slow_down, times=FOREVER, when=twice)
+        refuse_twice(proxy)
         proxy.on("list_objects_v2", paged(2), times=FOREVER)
         return lambda: ObstoreStore(place.url, options_for(proxy.url), to_log)
 

@@ -108,6 +108,18 @@ def test_a_lost_answer_to_the_commit(place: Place, proxy: FaultProxy, options: d
     assert case.check() == 7
 
 
+@pytest.mark.parametrize("words", ["credential", "certificate token request", "received redirect, status code: 412"])
+def test_words_in_a_name_do_not_make_an_answer_definite(place: Place, proxy: FaultProxy, words: str):
+    """Errors are told by their text, in which names stand: a cut connection stays unclear, whatever they say."""
+    store = ObstoreStore(f"{place.url}/{words}", {**hasty(proxy.url), "attempts": 1}, to_log)
+    store.prepare()
+    rule = proxy.on("put_object", losing("reset"), times=2)
+    for condition in (True, False):
+        with pytest.raises(StoreUnavailable):
+            store.put("k", Bytes(b"x"), if_absent=condition)
+    assert rule.hits == 2
+
+
 @pytest.mark.parametrize(
     "action", [slow_down, answering(409, "ConditionalRequestConflict"), reset], ids=["503", "409", "cut"]
 )

@@ -24,11 +24,12 @@ class S3Zygote(Zygote):
         )
 
 
-def save(url: str, endpoint: str, number: int, *, overwrite: bool = False) -> dict[str, Any]:
+def save(url: str, endpoint: str, number: int, *, overwrite: bool = False, engine: str = "fsspec") -> dict[str, Any]:
     """Save the state of a number; answers with the name of the error's class, if there is one."""
-    options = hasty(endpoint)
-    for condition in ("IfNoneMatch", "IfMatch"):  # known, so that all requests are those of the save itself
-        conditions.known[endpoint, "bucket", condition] = True
+    options = hasty(endpoint, engine=engine)
+    for condition in (conditions.IF_ABSENT, conditions.IF_MATCH):  # known: all requests are those of the save itself
+        for asked in (endpoint, f"s3:{endpoint}"):  # as either engine names it
+            conditions.known[asked, "bucket", condition] = True
     try:
         shardstore.save(state(number), url, step=number, overwrite=overwrite, threads=1, storage_options=options)
     except ShardstoreError as error:

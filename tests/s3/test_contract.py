@@ -8,7 +8,7 @@ from aiobotocore.httpsession import AIOHTTPSession
 from shardstore.events import to_log
 from shardstore.storage.s3 import S3Store
 from tests.kit.contract import MakeStore, StoreContract
-from tests.kit.mishaps import paged, slow_down
+from tests.kit.mishaps import paged, refuse_twice
 from tests.kit.proxy import FOREVER, FaultProxy
 from tests.kit.s3 import Place, options_for
 from tests.kit.weed import Weed
@@ -51,16 +51,6 @@ class TestOnTrouble(_OneRace):
 
     @pytest.fixture
     def make_store(self, place: Place, proxy: FaultProxy, no_waits: None) -> MakeStore:
-        refused: dict[tuple[str, str], int] = {}
-
-        def twice(request) -> bool:
-            conditional = request.header("if-none-match") or request.header("if-match")
-            if conditional or request.op == "list_objects_v2":
-                return False
-            name = (request.op, request.key)
-            refused[name] = refused.get(name, 0) + 1
-            return refused[name] <= 2
-
-        proxy.on(".*", slow_down, times=FOREVER, when=twice)
+        refuse_twice(proxy)
         proxy.on("list_objects_v2", paged(2), times=FOREVER)
         return lambda: S3Store(place.url, options_for(proxy.url), to_log)
