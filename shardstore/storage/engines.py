@@ -8,7 +8,6 @@ from typing import Any
 
 from shardstore.errors import InvalidArgument, brief
 from shardstore.events import Listener, Noticed
-from shardstore.storage.obstore_options import KINDS, Unfit
 from shardstore.storage.port import Store
 from shardstore.storage.retrying import RetryingStore
 
@@ -25,6 +24,8 @@ def open_remote(scheme: str, url: str, options: Mapping[str, Any], listener: Lis
     "auto" takes s3fs for S3, and for Google Cloud Storage and Azure obstore where it is installed and knows all the
     options, else fsspec; it says which. Raises InvalidArgument for an engine that can't be used there.
     """
+    from shardstore.storage.obstore_options import KINDS, Unfit
+
     given = dict(options)
     engine = given.pop("engine", "auto")
     if engine not in {"auto", "obstore", "fsspec"}:

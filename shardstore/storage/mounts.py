@@ -55,7 +55,7 @@ def capabilities(kind: str) -> Capabilities:
     """What a local store can promise on a file system of this type. Folders are made exclusively on all of them."""
     if is_fuse(kind):
         why = f"on {kind} another program decides what fsync does; when that fails, a map ends the process with SIGBUS"
-        return Capabilities(exclusive=True, durable=False, mappable=False, why=why)
+        return Capabilities(exclusive=True, durable=False, mappable=False, why=why, sequential=True)
     if kind in _NETWORK:
         why = f"on {kind} a map is slow, and a failure of the network ends the process with SIGBUS"
         return Capabilities(exclusive=True, durable=True, mappable=False, why=why)

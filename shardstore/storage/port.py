@@ -46,7 +46,7 @@ class Capabilities:
     `exclusive`: of many writers with `if_absent` (or the same `if_match`) at most one wins.
     `durable`: what `put` has written survives a power loss. `mappable`: `map` works and is safe.
     `read_bytes`, `longest_read`: bytes that one read should fetch at least, and at most. `connections`: calls at once
-    that serve it best; None: one for each core.
+    that serve it best; None: one for each core. `sequential`: a file is read fastest by one thread, from its start on.
     """
 
     exclusive: bool
@@ -56,6 +56,7 @@ class Capabilities:
     read_bytes: int = 4 * 1024 * 1024
     longest_read: int = 4 * 1024 * 1024
     connections: int | None = None
+    sequential: bool = False
 
 
 class Entry(NamedTuple):

@@ -19,8 +19,8 @@ from shardstore.events import Reporter
 from shardstore.hashing import DIGEST_BYTES, new
 from shardstore.index import Index
 from shardstore.plan import Segment
-from shardstore.transfer.runs import DIRECT, Job, runs_of
-from shardstore.transfer.write import SLICE, in_parallel
+from shardstore.transfer.runs import DIRECT, Job, lanes_of
+from shardstore.transfer.write import SLICE, in_lanes
 
 Move: TypeAlias = tuple[int, int, int]
 """To which address, from which, how many bytes."""
@@ -53,9 +53,9 @@ class Reader:
 
     def run(self, jobs: Sequence[Job]) -> Outcome:
         """Carry out all jobs. Raises Damaged at the first bad block unless `keep_going`."""
-        units = list(runs_of(jobs, self._index.block, self._threads))
-        in_parallel(self._read, units, self._threads)
-        if sum(len(run) for _, run in units) != sum(len(job.blocks) for job in jobs):
+        lanes = lanes_of(jobs, self._index.block, self._threads)
+        in_lanes(self._read, lanes, self._threads)
+        if sum(len(run) for lane in lanes for _, run in lane) != sum(len(job.blocks) for job in jobs):
             raise StoreError("not all blocks that were wanted were read")  # memory of the others is not what was saved
         return self.outcome
 

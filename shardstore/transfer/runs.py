@@ -28,6 +28,19 @@ class Job:
     segments: Sequence[Segment] = ()
 
 
+def lanes_of(jobs: Sequence[Job], block: int, threads: int) -> list[list[tuple[Job, range]]]:
+    """The runs of all jobs: those of a file together where its store wants one thread for it, else each for itself."""
+    lanes: list[list[tuple[Job, range]]] = []
+    last: Job | None = None
+    for job, run in runs_of(jobs, block, threads):
+        if job is last and job.store.capabilities.sequential:
+            lanes[-1].append((job, run))
+        else:
+            lanes.append([(job, run)])
+        last = job
+    return lanes
+
+
 def runs_of(jobs: Sequence[Job], block: int, threads: int) -> Iterator[tuple[Job, range]]:
     """All blocks of all jobs, in runs of neighbours.
 

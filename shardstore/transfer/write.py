@@ -74,13 +74,19 @@ def in_parallel(work: Callable[[T], object], items: Sequence[T], threads: int) -
 
     After the first error no further item is begun; that error is raised.
     """
-    if threads == 1 or len(items) <= 1:
-        for item in items:
-            work(item)
+    in_lanes(work, [[item] for item in items], threads)
+
+
+def in_lanes(work: Callable[[T], object], lanes: Sequence[Sequence[T]], threads: int) -> None:
+    """As `in_parallel`; what stands in one lane is done by one thread, in order."""
+    if threads == 1 or len(lanes) <= 1:
+        for lane in lanes:
+            for item in lane:
+                work(item)
         return
-    crew = _Crew(work, items)
+    crew = _Crew(work, lanes)
     # Plain threads: a pool takes no work any more once the main thread has ended, but a save may still run then.
-    workers = [threading.Thread(target=crew.drain, name="shardstore") for _ in range(min(threads, len(items)))]
+    workers = [threading.Thread(target=crew.drain, name="shardstore") for _ in range(min(threads, len(lanes)))]
     try:
         for worker in workers:
             worker.start()
@@ -97,27 +103,32 @@ def in_parallel(work: Callable[[T], object], items: Sequence[T], threads: int) -
 
 
 class _Crew(Generic[T]):
-    """Threads that share one list of items."""
+    """Threads that share lanes of items."""
 
-    def __init__(self, work: Callable[[T], object], items: Sequence[T]) -> None:
+    def __init__(self, work: Callable[[T], object], lanes: Sequence[Sequence[T]]) -> None:
         self.errors: list[BaseException] = []
         self._work = work
-        self._waiting = collections.deque(items)
+        self._waiting = collections.deque(lanes)
+        self._stopped = threading.Event()  # not cleared lanes: some are under way
 
     def stop(self) -> None:
         """Let nothing more begin."""
-        self._waiting.clear()
+        self._stopped.set()
 
     def drain(self) -> None:
         """Work until nothing is left, or something went wrong."""
-        while True:
-            try:
-                item = self._waiting.popleft()
-            except IndexError:
-                return
-            try:
-                self._work(item)
-            except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
-                self.errors.append(error)
-                self.stop()
-                return
+        try:
+            while not self._stopped.is_set():
+                for item in self._waiting.popleft():
+                    if self._stopped.is_set():
+                        return
+                    self._do(item)
+        except IndexError:  # no lane is left
+            return
+
+    def _do(self, item: T) -> None:
+        try:
+            self._work(item)
+        except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
+            self.errors.append(error)
+            self.stop()

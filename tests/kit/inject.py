@@ -26,7 +26,7 @@ def injected(wrap: Callable[[Store], Store]) -> Iterator[list[Any]]:
         opened = storage.open_store(*args, **options)
         assert isinstance(opened, RetryingStore)
         opened.inner = wrap(opened.inner)
-        opened._wait_s = 0
+        opened._retries._wait_s = 0
         made.append(opened.inner)
         return opened
 

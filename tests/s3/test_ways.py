@@ -91,20 +91,18 @@ def test_memory_is_left_alone_after_an_interrupt(place: Place, proxy: FaultProxy
 
 @contextmanager
 def interrupted_when(hold: Hold) -> Iterator[None]:
-    """SIGINT for the main thread, once a request is held; also where the tests were begun by a shell's `&`."""
+    """SIGINT for the main thread, once a request is held."""
 
     def interrupt() -> None:
         hold.wait_until_reached()
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)
     thread.start()
     try:
         yield
     finally:
         thread.join()
-        signal.signal(signal.SIGINT, before)
 
 
 def test_through_a_proxy(place: Place, proxy: FaultProxy, seaweed: Weed):

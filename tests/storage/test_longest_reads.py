@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -11,7 +12,8 @@ import pytest
 from shardstore.index import FileEntry
 from shardstore.storage import Capabilities
 from shardstore.transfer import Job
-from shardstore.transfer.runs import runs_of
+from shardstore.transfer.runs import lanes_of, runs_of
+from shardstore.transfer.write import in_lanes
 
 BLOCK = 1 << 22
 REMOTE = Capabilities(exclusive=True, durable=True, mappable=False, read_bytes=2 * BLOCK, longest_read=8 * BLOCK)
@@ -79,3 +81,32 @@ def test_a_few_small_tensors_among_large_ones():
     found = list(runs_of([job(range(100), segments=segments)], BLOCK, 4))
     assert max(len(run) for _, run in found) == 8
     assert all(len(set(run) & set(bare)) <= 2 for _, run in found)
+
+
+def test_a_file_has_one_thread_where_that_is_fastest():
+    """A program behind FUSE reads ahead for one reader: a file is one lane there, in order; elsewhere each run is."""
+    fuse = Capabilities(exclusive=True, durable=False, mappable=False, sequential=True)
+    for able, lanes in ((fuse, [[0, 1, 2, 5], [0, 1]]), (LOCAL, [[0], [1], [2], [5], [0], [1]])):
+        jobs = [job([0, 1, 2, 5], able), job([0, 1], able, file=1)]
+        found = lanes_of(jobs, BLOCK, 2)
+        assert [[number for _, run in lane for number in run] for lane in found] == lanes
+        assert all(len({one.file for one, _ in lane}) == 1 for lane in found)
+
+
+def test_an_error_ends_lanes():
+    """Nothing more begins in any lane, and the error comes out."""
+    began: list[int] = []
+    both = threading.Barrier(2)
+    threads = threading.active_count()
+
+    def work(item: int) -> None:
+        began.append(item)
+        both.wait(30)
+        if item == 10:
+            raise ZeroDivisionError
+        while threading.active_count() > threads + 1:  # until the thread of the other lane has ended
+            pass
+
+    with pytest.raises(ZeroDivisionError):
+        in_lanes(work, [[0, 1, 2], [10, 11], [20]], 2)
+    assert sorted(began) == [0, 10]

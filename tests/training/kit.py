@@ -76,7 +76,7 @@ def stores(wrap):
     def open_store(*arguments, **options):
         opened = storage.open_store(*arguments, **options)
         opened.inner = wrap(opened.inner)
-        opened._wait_s = 0
+        opened._retries._wait_s = 0
         return opened
 
     with mock.patch("shardstore.run.facade.open_store", open_store):
