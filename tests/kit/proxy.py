@@ -32,14 +32,16 @@ Headers = list[tuple[str, str]]
 class Request:
     """One request. `op` is S3's name of it: `put_object`, `upload_part`, `list_objects_v2`, ...
 
-    `status`: what the client was sent, 0 for nothing. `fault`: what was done to it. `began`, `ended`: places in the
-    order of all beginnings and ends.
+    `status`: what the client was sent, 0 for nothing. `fault`: what was done to it. `began`, `answered`, `ended`: places
+    in the order of all that begins and ends. What a client does after an answer has a later place than `answered`;
+    `ended` is when the proxy is through with it.
     """
 
     method: str
     target: str
     headers: Headers
     began: int
+    answered: int = 0
     ended: int = 0
     status: int = 0
     fault: str = ""
@@ -204,7 +206,7 @@ class Exchange:
 
     def reply(self, status: int, headers: Headers, body: bytes = b"") -> None:
         """Send a head, and what of the body is at hand."""
-        self.request.status = status
+        self.request.status, self.request.answered = status, self.proxy._tick()
         self.client.sendall(_head(f"HTTP/1.1 {status} {_REASONS.get(status, 'Status')}", headers) + body)
 
     def reset(self) -> None:

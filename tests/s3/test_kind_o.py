@@ -635,10 +635,10 @@ def test_O17_the_index_goes_last(place: Place, proxy: FaultProxy, options: dict[
     ]
     (index,) = [r for r in data if r.key == place.prefix + NAME]
     files = {place.prefix + key for key in named(place)} - {index.key}
-    before = {r.key for r in data if r.ended < index.began and r.status == 200}
+    before = {r.key for r in data if r.answered < index.began and r.status == 200}
     assert files <= before
-    assert {r.key for r in data if r.began > index.ended} == {place.prefix + HF_NAME}
-    checked = {r.key for r in proxy.requests("head_object") if r.ended < index.began and r.status == 200}
+    assert {r.key for r in data if r.began > index.answered} == {place.prefix + HF_NAME}
+    checked = {r.key for r in proxy.requests("head_object") if r.answered < index.began and r.status == 200}
     assert files <= checked
 
 
