@@ -32,9 +32,9 @@ Headers = list[tuple[str, str]]
 class Request:
     """One request. `op` is S3's name of it: `put_object`, `upload_part`, `list_objects_v2`, ...
 
-    `status`: what the client was sent, 0 for nothing. `fault`: what was done to it. `began`, `answered`, `ended`: places
-    in the order of all that begins and ends. What a client does after an answer has a later place than `answered`;
-    `ended` is when the proxy is through with it.
+    `status`: what the client was sent, 0 for nothing. `fault`: what was done to it. `began`, `answered`,
+    `ended`: places in the order of all that begins and ends. What a client does after an answer has a later place than
+    `answered`; `ended` is when the proxy is through with it.
     """
 
     method: str
