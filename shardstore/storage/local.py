@@ -49,6 +49,7 @@ class LocalStore:
             raise InvalidArgument(f"a path is text, not {type(path).__name__}: {path!r}")
         self.url = path
         self._folders = Folders(path, path)
+        self._below = self._folders.shown().rstrip("/") + "/"
         self._handles = Handles(self._open)
         self._claim_age = claim_age
         self._claim_wait = claim_wait
@@ -304,7 +305,7 @@ class LocalStore:
             raise InvalidArgument(f"the file name {key!r} is reserved for temporary files and claims")
 
     def _shown(self, key: str) -> str:
-        return self._folders.shown(*key.split("/"))
+        return self._below + key
 
 
 def _is_own(parts: tuple[str, ...]) -> bool:

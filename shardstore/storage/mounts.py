@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 
@@ -51,6 +52,7 @@ def is_fuse(kind: str) -> bool:
     return kind.partition(".")[0] in {"fuse", "fuseblk"}
 
 
+@functools.cache  # asked for each block that is read
 def capabilities(kind: str) -> Capabilities:
     """What a local store can promise on a file system of this type. Folders are made exclusively on all of them."""
     if is_fuse(kind):

@@ -85,11 +85,11 @@ class Reader:
     def _read_hashed(self, job: Job, begin: int, buffers: Sequence[memoryview]) -> bytes:
         """Read a block in slices, each hashed while it is in the processor's cache; returns the digest."""
         state = new(self._index.hash)
-        for group in _slices(buffers):
+        for group, size in _slices(buffers):
             job.store.read_into(job.entry.path, begin, group)
             for buffer in group:
                 state.update(buffer)
-                begin += len(buffer)
+            begin += size
         return state.digest()
 
     def _check(self, job: Job, number: int, digest: bytes, moves: Sequence[Move]) -> None:
@@ -146,21 +146,22 @@ def _untouched(nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
-def _slices(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The buffers in groups of at most SLICE bytes; long ones are cut."""
+def _slices(buffers: Sequence[memoryview]) -> Iterator[tuple[list[memoryview], int]]:
+    """The buffers in groups of at most SLICE bytes, and how many bytes each has; long ones are cut."""
     group: list[memoryview] = []
-    room = SLICE
+    filled = 0
     for buffer in buffers:
-        while len(buffer):
-            part = buffer[:room]
-            group.append(part)
-            room -= len(part)
-            buffer = buffer[len(part) :]  # noqa: PLW2901 - what is left of it
-            if not room:
-                yield group
-                group, room = [], SLICE
+        at, end = 0, len(buffer)
+        while at < end:
+            size = min(SLICE - filled, end - at)
+            group.append(buffer[at : at + size])
+            at += size
+            filled += size
+            if filled == SLICE:
+                yield group, filled
+                group, filled = [], 0
     if group:
-        yield group
+        yield group, filled
 
 
 def _within(segments: Sequence[Segment], begin: int, size: int) -> Iterator[Segment]:
