@@ -22,6 +22,7 @@ from benchmarks.tasks import Task
 from benchmarks.training import Beside
 
 Place = Path | Buckets | Mount  # where folders are made
+_ROOM = 5  # sizes of the state that must be free before a load
 
 
 @dataclass
@@ -81,7 +82,12 @@ class Library:
         return system.files in self._folders
 
     def of(self, system: System) -> Any:
-        """The folder with what this system reads. Saves it where it isn't there yet."""
+        """The folder with what this system reads. Saves it where it isn't there yet.
+
+        Where memory is short, what others read makes room: a peer may need the state's size several times over.
+        """
+        if isinstance(self._place, Path) and memory_free() < _ROOM * self._case.nbytes:
+            self.keep({system.files})
         if system.files not in self._folders:
             writer = next(each for each in SYSTEMS.values() if each.files == system.files)
             folder = new_folder(self._place, self._case)

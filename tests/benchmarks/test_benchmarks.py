@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as tool
-from benchmarks import goals, report, states, training
+from benchmarks import goals, report, runner, states, training
 from benchmarks.peak import child, extra
 from benchmarks.runner import Settings, library, measure
 from benchmarks.states import Case
@@ -117,6 +117,18 @@ def test_files_that_no_later_task_reads_are_removed(shm_path):
         assert shelf.of(SYSTEMS["flat"]) == flat
         assert shelf.of(SYSTEMS["bare"]).exists()
     assert not list(shm_path.iterdir())
+
+
+def test_a_library_makes_room_where_memory_is_short(shm_path, monkeypatch):
+    """Before a load that may need the room, files of others are removed; they are saved again when they are wanted."""
+    case = Case.of("toy", threads=2)
+    with library(case, shm_path) as shelf:
+        flat, bare = shelf.of(SYSTEMS["flat"]), shelf.of(SYSTEMS["bare"])
+        monkeypatch.setattr(runner, "memory_free", lambda: 2 * case.nbytes)
+        assert shelf.of(SYSTEMS["flat"]) == flat
+        assert not bare.exists()
+        assert shelf.of(SYSTEMS["bare"]).exists()
+        assert not flat.exists()
 
 
 @pytest.mark.parametrize("task", ["save", "load-into"])
