@@ -29,10 +29,23 @@ class Fastsafetensors(System):
         loader = SafeTensorsFileLoader(None, "cpu", nogds=True, max_threads=case.threads)
         loader.add_filenames({0: [str(folder / NAME)]})
         memory = loader.copy_files_to_device()
-        return {name: memory.get_tensor(name) for name in loader.get_keys()}, memory, loader  # owners of the memory
+        return Loaded({name: memory.get_tensor(name) for name in loader.get_keys()}, memory, loader)
 
     def tree(self, loaded: Any, _case: Case) -> Any:
-        return loaded[0]
+        return loaded.tensors
+
+
+class Loaded:
+    """Tensors, and who owns their memory: it is not given back until both are closed."""
+
+    def __init__(self, tensors: dict[str, Any], *owners: Any) -> None:
+        self.tensors = tensors
+        self._owners = owners
+
+    def __del__(self) -> None:
+        self.tensors = {}
+        for owner in self._owners:
+            owner.close()
 
 
 class RunaiStreamer(System):
