@@ -142,11 +142,12 @@ def remove(place: Place, folder: Any) -> None:
         place.remove(folder)
 
 
+_QUICK_S, _OFTEN = 0.3, 3  # loads that take less are measured so many times as often: a few medians scatter too much
 _MOST_ROUNDS = {
     "s3-save": 2, "s3-load-into": 3, "s3-load-fresh": 3,  # the server takes six core seconds to store a GB
     "s3-paced-save": 2, "s3-paced-load": 2,  # a clock makes no noise
     "fuse-save": 2, "fuse-load-into": 3, "fuse-load-fresh": 3,
-    "beside": 2,  # of some seconds each, in which many steps are counted
+    "beside": 3,  # of some seconds each, in which many steps are counted
 }  # fmt: skip
 
 
@@ -154,10 +155,11 @@ def measure(case: Case, task: Task, systems: list[System], shelf: Library, setti
     """All rounds of a task. A system that fails is out, with its error; the others go on."""
     rows = [(system, _result(case, task, system)) for system in systems]
     rounds = min(settings.rounds, _MOST_ROUNDS.get(task.name, settings.rounds))
-    for turn in range(rounds + 1):
+    for turn in range(1 + rounds * (1 if task.saves or task.server else _OFTEN)):
         shift = turn % max(len(rows), 1)
         for system, row in rows[shift:] + rows[:shift]:  # nobody is always first
-            if row.error is None and row.skipped is None and row.warm:
+            active = row.error is None and row.skipped is None and row.warm
+            if active and (turn <= rounds or sorted(row.seconds)[rounds // 2] < _QUICK_S):
                 try:
                     _round(case, task, system, row, shelf, settings, first=turn == 0)
                 except Exception as error:  # noqa: BLE001 - told in the report

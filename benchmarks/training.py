@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-ALONE = 1.0  # seconds for which the steps are timed with nothing beside them
+ALONE = 1.0  # seconds for which the steps are timed with nothing beside them, before a save and after it
+LEAST = 0.001  # of the steps' time: less can't be told from nothing
 BESIDE = 4.0  # seconds, at most, for which they are timed beside a save; then it is left to end alone
 WORKERS = 4
 
@@ -55,14 +56,15 @@ class Beside:
 
 
 def beside(begin: Callable[[], Any]) -> Beside:
-    """Run steps while a background save runs, which `begin` begins."""
+    """Run steps while a background save runs, which `begin` begins. How fast they are alone drifts: the mean counts."""
     steps = Steps()
     steps.run(after(ALONE / 4))  # to warm up
-    alone = steps.alone()
+    before = steps.alone()
     handle = begin()
     late = after(BESIDE)
     during = steps.run(lambda: handle.done() or late())
-    return Beside(handle, max(0.0, 1 - during / alone))
+    handle.result()
+    return Beside(handle, max(LEAST, 1 - 2 * during / (before + steps.alone())))
 
 
 @contextmanager
