@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 ALONE = 1.0  # seconds for which the steps are timed with nothing beside them, before a save and after it
-LEAST = 0.001  # of the steps' time: less can't be told from nothing
+LEAST = 0.01  # of the steps' time: less can't be told from nothing
 BESIDE = 4.0  # seconds, at most, for which they are timed beside a save; then it is left to end alone
 WORKERS = 4
 
