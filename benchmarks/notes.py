@@ -24,7 +24,8 @@ NOTES: dict[tuple[str, str], str] = {
     ),
     (ANY, "load-mapped"): (
         "`torch-mmap`, `safetensors` and `flat` return before they have read a tensor; shardstore has read and checked "
-        "every byte. Beside the bare calls it parses the index and compares a digest for each block."
+        "every byte. Of 0.080 s, hashing takes a thread 0.074 (the bare calls 0.075 in all); the rest is the index, "
+        "headers, and binding. What hashes nothing need not wait for memory."
     ),
     (ANY, "open"): (
         "`safe_open` and `json.load` parse names, types and shapes; shardstore's index also says which bytes of which "

@@ -43,6 +43,7 @@ def test_every_system_does_every_task_right(state, task, name, shm_path, tmp_pat
     if why := SYSTEMS[name].missing():
         pytest.skip(why)
     monkeypatch.setattr(training, "ALONE", 0.01)
+    monkeypatch.setattr(runner, "_QUICK_S", 0)  # once is enough here
     case = Case.of(state, threads=2)
     with library(case, shm_path) as shelf:
         (row,) = measure(case, TASKS[task], [SYSTEMS[name]], shelf, settings(shm_path, tmp_path))
@@ -51,6 +52,21 @@ def test_every_system_does_every_task_right(state, task, name, shm_path, tmp_pat
     assert len(row.shares) == (task == "beside")
     assert not case.cache.keys() & {"dcp-2", "torch_checkpointing"}  # what they keep for the next background save
     assert not [*shm_path.iterdir(), *tmp_path.iterdir()]
+
+
+def test_quick_loads_are_measured_more_often(shm_path, tmp_path, monkeypatch):
+    """Whoever is quick at a load has three times as many rounds, whoever is slow as many as asked for; saves, too."""
+
+    class Slow(type(SYSTEMS["bare"])):
+        name = "slow"
+
+    monkeypatch.setattr(runner, "_QUICK_S", 60)
+    monkeypatch.setattr(runner, "_timed", lambda *given, check: (90.0 if given[2].name == "slow" else 1.0, 1.0, None))
+    case = Case.of("toy", threads=2)
+    with library(case, shm_path) as shelf:
+        for task, often in (("load-into", 3), ("save", 1)):
+            rows = measure(case, TASKS[task], [SYSTEMS["bare"], Slow()], shelf, settings(shm_path, tmp_path))
+            assert [len(each.seconds) for each in rows] == [often, 1]
 
 
 def test_a_wrong_result_is_an_error_and_the_others_go_on(shm_path, tmp_path):
