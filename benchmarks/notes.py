@@ -36,10 +36,9 @@ NOTES: dict[tuple[str, str], str] = {
         "hold them: about twice the bytes here, and all of a file where rows of many small tensors are wanted."
     ),
     (ANY, "verify"): "shardstore hashes every byte twice, for its block and for its file, and checks headers.",
-    (
-        ANY,
-        "stall",
-    ): "A stall is one copy of the state; single goes took from 0.05 to 0.16 s, of the bare copy as of a save.",
+    (ANY, "stall"): (
+        "A stall is one copy of the state; single goes took from 0.05 to 0.16 s, of the bare copy as of a save."
+    ),
     (ANY, "stall-workers"): "As beside no workers: single goes of the copy scatter more than the two differ.",
     (ANY, "beside"): (
         "Three goes can't tell them apart: in 14 goes of one day shardstore took 3.9 % on average, from 0 to 11 %, and "
