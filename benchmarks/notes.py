@@ -41,8 +41,8 @@ NOTES: dict[tuple[str, str], str] = {
     ),
     (ANY, "stall-workers"): "As beside no workers: single goes of the copy scatter more than the two differ.",
     (ANY, "beside"): (
-        "Three goes can't tell them apart: in 14 goes of one day shardstore took 3.9 % on average, from 0 to 11 %, and "
-        "the bare writer at nice 19 took 4.2 %, from 0 to 12 %."
+        "Its threads are at nice 19, too, but hash and copy besides: in six goes of two runs shardstore took 5 to 8 % "
+        "(once 22), the bare writer 1 to 3 % (once 11); goes of the same training differ by as much on their own."
     ),
     (ANY, "convert"): (
         "shardstore reads back what it wrote, and holds one tensor for each thread; numpy holds the whole state."
