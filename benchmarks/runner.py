@@ -82,12 +82,7 @@ class Library:
         return system.files in self._folders
 
     def of(self, system: System) -> Any:
-        """The folder with what this system reads. Saves it where it isn't there yet.
-
-        Where memory is short, what others read makes room: a peer may need the state's size several times over.
-        """
-        if isinstance(self._place, Path) and memory_free() < _ROOM * self._case.nbytes:
-            self.keep({system.files})
+        """The folder with what this system reads. Saves it where it isn't there yet."""
         if system.files not in self._folders:
             writer = next(each for each in SYSTEMS.values() if each.files == system.files)
             folder = new_folder(self._place, self._case)
@@ -102,6 +97,14 @@ class Library:
     def adopt(self, system: System, folder: Where) -> None:
         """Keep what was saved, because saving it again would take long."""
         self._folders[system.files] = folder
+
+    def make_room(self, system: System) -> None:
+        """Before a load of that system: where memory is short, what others read goes.
+
+        A peer may need the state's size several times over. What is wanted again is saved again.
+        """
+        if isinstance(self._place, Path) and memory_free() < _ROOM * self._case.nbytes:
+            self.keep({system.files})
 
     def keep(self, files: set[str]) -> None:
         """Remove all but these, for the room that they take; what is wanted again is saved again."""
@@ -214,6 +217,8 @@ def _round(
     case: Case, task: Task, system: System, row: Result, shelf: Library, settings: Settings, *, first: bool
 ) -> None:
     place = settings.place(task)
+    if not task.saves:
+        shelf.make_room(system)
     folder = new_folder(place, case) if task.saves else shelf.of(system)
     keep = not task.saves
     try:

@@ -135,15 +135,15 @@ def test_files_that_no_later_task_reads_are_removed(shm_path):
     assert not list(shm_path.iterdir())
 
 
-def test_a_library_makes_room_where_memory_is_short(shm_path, monkeypatch):
+def test_files_make_room_where_memory_is_short(shm_path, tmp_path, monkeypatch):
     """Before a load that may need the room, files of others are removed; they are saved again when they are wanted."""
     case = Case.of("toy", threads=2)
     with library(case, shm_path) as shelf:
         flat, bare = shelf.of(SYSTEMS["flat"]), shelf.of(SYSTEMS["bare"])
         monkeypatch.setattr(runner, "memory_free", lambda: 2 * case.nbytes)
-        assert shelf.of(SYSTEMS["flat"]) == flat
-        assert not bare.exists()
-        assert shelf.of(SYSTEMS["bare"]).exists()
+        measure(case, TASKS["load-into"], [SYSTEMS["flat"]], shelf, settings(shm_path, tmp_path))
+        assert (flat.exists(), bare.exists()) == (True, False)
+        measure(case, TASKS["load-into"], [SYSTEMS["bare"]], shelf, settings(shm_path, tmp_path))
         assert not flat.exists()
 
 
