@@ -42,8 +42,8 @@ NOTES: dict[tuple[str, str], str] = {
     (ANY, "stall-workers"): "As beside no workers: single goes of the copy scatter more than the two differ.",
     (ANY, "beside"): (
         "Three goes can't tell them apart: of nine in turn, shardstore's had a median of 5.9 % and a mean of 3.1 %, "
-        "the bare writer's 4.2 and 5.0 %; single ones differ by more than ten percent of the steps. One thread instead of "
-        "two, or hashing 4 MiB at a time instead of 1, changes nothing that shows."
+        "the bare writer's 4.2 and 5.0 %; single ones differ by more than ten percent of the steps. One thread instead "
+        "of two, or hashing 4 MiB at a time instead of 1, changes nothing that shows."
     ),
     (ANY, "convert"): (
         "shardstore reads back what it wrote, and holds one tensor for each thread; numpy holds the whole state."
