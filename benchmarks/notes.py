@@ -41,13 +41,13 @@ NOTES: dict[tuple[str, str], str] = {
     ),
     (ANY, "stall-workers"): "As beside no workers: single goes of the copy scatter more than the two differ.",
     (ANY, "beside"): (
-        "Three goes scatter by more than the two differ. Of 21 in turn on one day shardstore's had a median of 5.1 % and "
-        "a mean of 4.5 %, the bare writer's 3.6 and 4.1 %. One thread instead of two, or hashing 4 MiB at a time "
-        "instead of 1, changes nothing that shows."
+        "Three goes scatter by more than the two differ. Of 21 on one day shardstore's had a median of 5.1 % and a "
+        "mean of 4.8 %, the bare writer's 2.7 and 4.1 %. One thread instead of two, or hashing 4 MiB at a time instead "
+        "of 1, changes nothing that shows."
     ),
     ("fsdp-2", "save"): (
-        "Two ranks and whatever else the machine does share two cores: a plain run with a busy minute gave 1.26 × DCP, "
-        "seven rounds right after it 1.71 × (0.29 to 0.31 s against 0.49 to 0.52 s)."
+        "Two ranks and whatever else the machine does share two cores: a plain run with a busy minute gave 1.26 times DCP, "
+        "seven rounds right after it 1.71 times (0.29 to 0.31 s against 0.49 to 0.52 s)."
     ),
     (ANY, "convert"): (
         "shardstore reads back what it wrote, and holds one tensor for each thread; numpy holds the whole state."
