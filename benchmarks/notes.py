@@ -46,7 +46,7 @@ NOTES: dict[tuple[str, str], str] = {
         "of 1, changes nothing that shows."
     ),
     ("fsdp-2", "save"): (
-        "Two ranks and whatever else the machine does share two cores: a plain run with a busy minute gave 1.26 times DCP, "
+        "Two ranks share two cores with all else: a plain run with a busy minute gave 1.26 times DCP, "
         "seven rounds right after it 1.71 times (0.29 to 0.31 s against 0.49 to 0.52 s)."
     ),
     (ANY, "convert"): (
