@@ -34,7 +34,7 @@ check: .venv/.ready ## format, lint, types, layers, sizes, docs
 	@! find shardstore -name '*.py' -exec awk 'FNR == 401 {print FILENAME ": more than 400 lines"}' {} + | grep .
 	$(PY) docs/check.py
 
-bench: .venv/.bench ## measure beside the peers and the bare system calls, eleven minutes; TASK=save for one task
+bench: .venv/.bench ## measure beside the peers and the bare system calls, a quarter of an hour; TASK=save for one task
 	$(PY) -m benchmarks $(if $(TASK),--tasks $(TASK)) $(BENCH_ARGS)
 
 bench-all: .venv/.bench ## the same with all states and peers, on an S3 server and a FUSE mount, and how cost grows

@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 Rows = list[dict[str, Any]]
+LEAST = 0.01  # of the steps' time: less can't be told from nothing
 TIMES = "\u00d7"
 UNIQUE = f"{TIMES} the unique bytes"
 ALLOWED = f"{TIMES} its own bytes and a block a piece"
@@ -127,7 +128,7 @@ def judge(run: dict[str, Any]) -> list[Verdict]:
 
 def value(row: dict[str, Any]) -> float:
     """What counts of a row of results: seconds, or the share of the steps' time."""
-    return median(row.get("shares") or row["seconds"])
+    return max(LEAST, median(row["shares"])) if row.get("shares") else median(row["seconds"])
 
 
 def _judged(goal: Goal, run: dict[str, Any]) -> Verdict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import statistics
 import tempfile
 import time
 import traceback
@@ -145,12 +146,14 @@ def remove(place: Place, folder: Any) -> None:
         place.remove(folder)
 
 
-_QUICK_S, _OFTEN = 0.3, 3  # loads that take less are measured so many times as often: a few medians scatter too much
+_OFTEN = 3  # what scatters most is measured so many times as often:
+_QUICK_S = 0.3  # loads and stalls that take less,
+_SLIGHT = 0.2  # and saves that take less of the time of the steps beside them
+_BACKGROUND = {"stall", "stall-workers", "beside"}
 _MOST_ROUNDS = {
     "s3-save": 2, "s3-load-into": 3, "s3-load-fresh": 3,  # the server takes six core seconds to store a GB
     "s3-paced-save": 2, "s3-paced-load": 2,  # a clock makes no noise
     "fuse-save": 2, "fuse-load-into": 3, "fuse-load-fresh": 3,
-    "beside": 3,  # of some seconds each, in which many steps are counted
 }  # fmt: skip
 
 
@@ -158,11 +161,12 @@ def measure(case: Case, task: Task, systems: list[System], shelf: Library, setti
     """All rounds of a task. A system that fails is out, with its error; the others go on."""
     rows = [(system, _result(case, task, system)) for system in systems]
     rounds = min(settings.rounds, _MOST_ROUNDS.get(task.name, settings.rounds))
-    for turn in range(1 + rounds * (1 if task.saves or task.server else _OFTEN)):
+    often = task.name in _BACKGROUND or not (task.saves or task.server)
+    for turn in range(1 + rounds * (_OFTEN if often else 1)):
         shift = turn % max(len(rows), 1)
         for system, row in rows[shift:] + rows[:shift]:  # nobody is always first
             active = row.error is None and row.skipped is None and row.warm
-            if active and (turn <= rounds or sorted(row.seconds)[rounds // 2] < _QUICK_S):
+            if active and (turn <= rounds or _scatters(row)):
                 try:
                     _round(case, task, system, row, shelf, settings, first=turn == 0)
                 except Exception as error:  # noqa: BLE001 - told in the report
@@ -176,6 +180,11 @@ def measure(case: Case, task: Task, systems: list[System], shelf: Library, setti
     if task.place == "s3-paced":
         rows.append((System(), bandwidth(case, task)))
     return [row for _, row in rows]
+
+
+def _scatters(row: Result) -> bool:
+    """Whether a row has to be measured more often than others."""
+    return statistics.median(row.shares) < _SLIGHT if row.shares else statistics.median(row.seconds) < _QUICK_S
 
 
 def _result(case: Case, task: Task, system: System) -> Result:

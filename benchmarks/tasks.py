@@ -166,9 +166,12 @@ TASKS = {
             "a background save beside steps that use all cores: the share of their time that it takes",
             "memory",
             saves=True,
-            act=lambda system, case, folder: beside(lambda: system.background(case, folder)),
+            act=lambda system, case, folder: beside(
+                lambda: system.background(case, folder), lambda hold: system.held(case, folder, hold)
+            ),
             wrong=_saved,
             states=("gpt-124m", "toy"),
+            allocates=False,  # what is freed just before slows the steps down for a while
             finish=lambda result: result.handle.result(),
             limit="bare-niced",
             patient=True,

@@ -140,10 +140,11 @@ class Bare(System):
         if durable:
             flush(folder)
 
-    def _write(self, path: Path, calls: list[Batch], *, durable: bool) -> None:
+    def _write(self, path: Path, calls: list[Batch], *, durable: bool, hold: Callable[[], None] = lambda: None) -> None:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             for _, views, size in calls:
+                hold()
                 self.look(views)
                 if os.writev(file, views) != size:
                     raise OSError("short write")
@@ -251,18 +252,18 @@ class Writer(Bare):
     nice = 0
     calls: ClassVar = {"beside": "write, on a thread"}
 
-    def background(self, case: Case, folder: Path) -> Any:
+    def held(self, case: Case, folder: Path, hold: Callable[..., None]) -> Any:
         pool = ThreadPoolExecutor(1, initializer=self._make_nice)
-        writing = pool.submit(self._write_all, _plan(case, "state", self.written), folder)
+        writing = pool.submit(self._write_all, _plan(case, "state", self.written), folder, hold)
         pool.shutdown(wait=False)
         return writing
 
     def _make_nice(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self.nice)  # of this thread, on Linux
 
-    def _write_all(self, plan: list[list[Batch]], folder: Path) -> None:
+    def _write_all(self, plan: list[list[Batch]], folder: Path, hold: Callable[[], None]) -> None:
         for number, calls in enumerate(plan):
-            self._write(folder / f"{number}.bin", calls, durable=False)
+            self._write(folder / f"{number}.bin", calls, durable=False, hold=hold)
 
     def wrong(self, case: Case, folder: Path) -> str | None:
         return Bare().wrong(case, folder)

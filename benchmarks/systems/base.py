@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -60,6 +61,10 @@ class System:
     def background(self, case: Case, folder: Path) -> Any:
         """Begin a background save; return what has `done()` and `result()` once the state may be changed."""
         raise NotImplementedError
+
+    def held(self, case: Case, folder: Path, hold: Callable[..., None]) -> Any:  # noqa: ARG002
+        """The same, calling `hold` before each piece of work; None where that can't be had."""
+        return None
 
     def release(self, case: Case) -> None:
         """Give back what background saves keep for the next one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -72,7 +73,10 @@ class Shardstore(System):
         return shardstore.verify(str(folder / "checkpoint"), threads=case.threads).ok
 
     def background(self, case: Case, folder: Path) -> Any:
-        return shardstore.save_async(case.state, str(folder / "checkpoint"), threads=case.threads)
+        return shardstore.save_async(case.state, str(folder / "checkpoint"))
+
+    def held(self, case: Case, folder: Path, hold: Callable[..., None]) -> Any:
+        return shardstore.save_async(case.state, str(folder / "checkpoint"), listener=hold)
 
     def release(self, case: Case) -> None:  # noqa: ARG002
         background._background.arena.release()

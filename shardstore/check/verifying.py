@@ -128,14 +128,15 @@ def default_threads() -> int:
     return min(8, len(os.sched_getaffinity(0)))
 
 
-def threads_of(threads: int | None, stores: Sequence[Store] = ()) -> int:
+def threads_of(threads: int | None, stores: Sequence[Store] = (), *, background: bool = False) -> int:
     """The number of threads to use where the caller says `threads`. Raises InvalidArgument.
 
-    None: one for each core, or as many as the connections that serve the stores best.
+    None: as many as the connections that serve the stores best; without any, one for each core, and one in the
+    background: beside steps that use all cores, each thread of lowest priority interrupts them as much again.
     """
     if threads is None:
         wanted = [store.capabilities.connections for store in stores]
-        return max((count for count in wanted if count), default=default_threads())
+        return max((count for count in wanted if count), default=1 if background else default_threads())
     if type(threads) is not int or not 1 <= threads <= 1024:  # noqa: PLR2004
         raise InvalidArgument(f"threads must be a whole number from 1 to 1024, not {brief(threads)}")
     return threads

@@ -187,7 +187,7 @@ class Run:
     def verify(self, which: int | str | RunCheckpoint, *, threads: int | None = None) -> CheckpointReport:
         """Read and check every byte of a checkpoint. Damage is reported, not raised."""
         with self.opened(self.find(which).name) as store:
-            return verify_store([store], threads_of(threads), self._listener)
+            return verify_store([store], threads_of(threads, [store]), self._listener)
 
     # -- marks
 

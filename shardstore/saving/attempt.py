@@ -37,13 +37,15 @@ class Lineage:
 class Options:
     """How a state is saved, checked at construction.
 
-    `threads`: None for what suits the stores. `attempt`: the id, where the place was named by it already.
+    `threads`: None for what suits the stores, and a save in the `background`. `attempt`: the id, where the place was
+    named by it already.
     """
 
     shards: ShardOptions
     step: int | None
     hash: str
     threads: int | None = None
+    background: bool = False
     attempt: str | None = None
     lineage: Lineage | None = None
 
@@ -119,7 +121,7 @@ class Attempt:
         places = spread([tensors.bytes_of(shard.tensors) for shard in shards], roots, rank)
         self.files = [self._shard(shard, root) for shard, root in zip(shards, places, strict=True)]
         if rank == 0 and not agreed.late:
-            self.files.append(meta_file(agreed.united or self._flat, self.id, options.hash))
+            self.files.append(meta_file(agreed.united or self._flat, self.id, options.hash, reporter))
 
     @property
     def nbytes(self) -> int:
@@ -128,7 +130,7 @@ class Attempt:
 
     def write(self, stores: Sequence[Store]) -> None:
         """Write every file to its root, durably."""
-        threads = threads_of(self._options.threads, stores)
+        threads = threads_of(self._options.threads, stores, background=self._options.background)
         put_all([(stores[file.root], file.key, file.body) for file in self.files], threads)
 
     def contribution(self) -> Contribution:
@@ -167,10 +169,11 @@ class Attempt:
         return File(root, shard.path, body, len(head), shard.tensors)
 
 
-def meta_file(flat: tree.Flat, attempt: str, algorithm: str) -> File:
+def meta_file(flat: tree.Flat, attempt: str, algorithm: str, reporter: Reporter | None = None) -> File:
     """The file with the structure."""
     meta = tree.dump_meta(flat, attempt)
-    return File(0, f"state/meta-{attempt}.json", HashedBody(len(meta), lambda: [memoryview(meta)], algorithm), None, [])
+    body = HashedBody(len(meta), lambda: [memoryview(meta)], algorithm, reporter)
+    return File(0, f"state/meta-{attempt}.json", body, None, [])
 
 
 def written(file: File) -> FileEntry:

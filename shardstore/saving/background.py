@@ -113,7 +113,7 @@ def save_async(  # noqa: PLR0913 - the public face: every argument but two has a
         raise InvalidArgument(f"busy must be 'wait' or 'skip', not {brief(busy)}")
     ranks = ranks_of(group, "background save")
     with telling(ranks):
-        options = Options(ShardOptions(layout, shards, shard_bytes, group_by), step, hash, threads)
+        options = Options(ShardOptions(layout, shards, shard_bytes, group_by), step, hash, threads, background=True)
         if ranks.size > 1 and busy == "skip":
             raise InvalidArgument("busy='skip' is for one process alone: some ranks would skip what others begin")
 

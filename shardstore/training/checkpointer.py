@@ -101,7 +101,6 @@ class Checkpointer:
         self._pending_step = 0
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
-        self._seconds: float | None = None
         self._failures = 0
         self._resumed = self._closed = self._asked = False
 
@@ -308,7 +307,7 @@ class Checkpointer:
         return self._note(self._saver.now(self._full(), self._step), self._step)
 
     def _note(self, saved: Saved, step: int) -> Saved:
-        self._saved_step, self._seconds, self._failures = step, saved.seconds, 0
+        self._saved_step, self._failures = step, 0
         return saved
 
     def _failed(self, error: ShardstoreError, step: int) -> None:
@@ -342,7 +341,7 @@ class Checkpointer:
         """Whether this step is to be saved yet, and that fits into what is left of the grace."""
         if self._saved_step == self._step:
             return False
-        needed = self._seconds or 0.0
+        needed = self._saver.seconds
         passed = time.monotonic() - (self._signals.stop_at or time.monotonic())
         if self._grace is None or passed + needed <= self._grace:
             return True

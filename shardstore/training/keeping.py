@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
-from shardstore.check import CheckpointReport
+from shardstore.check import CheckpointReport, threads_of
 from shardstore.errors import InvalidArgument, ShardstoreError, brief
 from shardstore.run import Policy, Run, RunCheckpoint, folder_name
 from shardstore.storage import LocalStore, unwrap
@@ -58,14 +58,15 @@ class Keeping:
         if self._policies:
             self._quietly(attempt, lambda: self._remove(attempt))
 
-    def after(self, step: int, attempt: str) -> None:
-        """To be called after each commit."""
+    def after(self, step: int, attempt: str, *, background: bool) -> None:
+        """To be called after each commit, from the thread of a save in the background or from the one that trains."""
         if self._policies:
-            self._quietly(attempt, lambda: self._look_after(step, attempt))
+            threads = threads_of(self._threads, [self._run.store], background=background)
+            self._quietly(attempt, lambda: self._look_after(step, attempt, threads))
 
-    def _look_after(self, step: int, attempt: str) -> None:
+    def _look_after(self, step: int, attempt: str, threads: int) -> None:
         one = RunCheckpoint(folder_name(step, attempt), self._run.place(step, attempt), step, attempt)
-        if self._is_whole(one):
+        if self._is_whole(one, threads):
             self._remove(attempt)
         if not self._swept:  # what dead saves and removals have left, where it is old enough
             self._swept = True
@@ -79,10 +80,10 @@ class Keeping:
         except Exception as error:  # noqa: BLE001 - a policy of the user's may raise anything
             self._run.notice(f"nothing more was removed after the save {attempt}: {type(error).__name__}: {error}")
 
-    def _is_whole(self, one: RunCheckpoint) -> bool:
-        if verify_uncached(self._run, one, self._threads).ok:
+    def _is_whole(self, one: RunCheckpoint, threads: int) -> bool:
+        if verify_uncached(self._run, one, threads).ok:
             return True
-        again = verify_uncached(self._run, one, self._threads)
+        again = verify_uncached(self._run, one, threads)
         if again.ok:
             return True
         why = str(again.error) if again.error else again.problems[0].message

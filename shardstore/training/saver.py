@@ -47,7 +47,11 @@ class Lead:
 
 
 class Saver:
-    """Saves states to a run, at once or in the background. `parent`: the attempt that the next one continues."""
+    """Saves states to a run, at once or in the background.
+
+    `parent`: the attempt that the next one continues. `seconds`: what the last save at once took; those in the
+    background don't count, since beside a training they take many times as long.
+    """
 
     def __init__(
         self, run: Run, place: Place, crew: Crew, lead: Lead | None, options: Options, listener: Listener | None, *,
@@ -57,29 +61,34 @@ class Saver:
         self._listener, self._single_writer = to_log if listener is None else listener, single_writer
         self._seq = place.seq
         self.parent: str | None = None
+        self.seconds = 0.0
 
     def now(self, state: State, step: int) -> Saved:
         """Save a state; returns when it is committed, and older ones have been looked after."""
         work = self._work(step, self._crew.saving)
         with no_gc():
-            return work(flattened(state, self._crew.saving))
+            saved = work(flattened(state, self._crew.saving))
+        self.seconds = saved.seconds
+        return saved
 
     def later(self, state: State, step: int) -> Pending:
         """Copy a state and save the copy on a thread."""
         ranks = self._crew.background
-        work = self._work(step, ranks)
+        work = self._work(step, ranks, background=True)
         pending = in_background(state, work, threads=threads_of(self._options.threads), ranks=ranks)
         if pending is None:
             raise StoreError("no background save could be started")
         return pending
 
-    def _work(self, step: int, ranks: Ranks) -> Callable[[Flat], Saved]:
+    def _work(self, step: int, ranks: Ranks, *, background: bool = False) -> Callable[[Flat], Saved]:
         seq, self._seq = self._seq, self._seq + 1
 
         def work(flat: Flat) -> Saved:
             attempt = self._place.attempt(seq)
             lineage = Lineage(self._place.run, self._place.epoch, seq, self.parent)
-            options = dataclasses.replace(self._options, step=step, attempt=attempt, lineage=lineage)
+            options = dataclasses.replace(
+                self._options, step=step, attempt=attempt, lineage=lineage, background=background
+            )
             with self._run.opened(folder_name(step, attempt)) as store:
                 saved = save_flat(
                     flat, [store], options, ranks=ranks, overwrite=False, single_writer=self._single_writer,
@@ -87,7 +96,7 @@ class Saver:
                 )  # fmt: skip
             self.parent = attempt
             if self._lead is not None:
-                self._after(self._lead, step, attempt)
+                self._after(self._lead, step, attempt, background=background)
             return saved
 
         return work
@@ -97,9 +106,9 @@ class Saver:
             self._lead.owner.check()
         self._run.log.flush()  # so that a checkpoint never refers to lines that are lost
 
-    def _after(self, lead: Lead, step: int, attempt: str) -> None:
+    def _after(self, lead: Lead, step: int, attempt: str, *, background: bool) -> None:
         try:
             self._run.commit_hint(step, attempt)
         except StoreError as error:
             self._run.notice(f"step {step} is committed, but the hint after it failed: {error}")
-        lead.keeping.after(step, attempt)
+        lead.keeping.after(step, attempt, background=background)

@@ -51,8 +51,8 @@ class HashedBody:
                 yield part
                 done += len(part)
                 at += len(part)
-            if self._reporter:
-                self._reporter.moved(len(chunk))
+                if self._reporter:
+                    self._reporter.moved(len(part))
         if at != self.nbytes:
             raise StoreError(f"{self.nbytes} bytes were to be written, {at} came")
         self.digest, blocks = hasher.finish()

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import torch
 
 import shardstore
+from shardstore.check import verifying
 from shardstore.errors import CheckpointExists, StoreError, UnsupportedState
 from shardstore.memory import Arena
 from shardstore.saving.background import Pending, save_async
 from shardstore.storage import Store
-from tests.kit.faults import Gate, SlowStore
+from shardstore.storage.port import Capabilities
+from tests.kit.faults import Gate, SlowStore, Wrapper
 from tests.kit.inject import injected
+
+T = TypeVar("T")
 
 REPOSITORY = Path(shardstore.__file__).parents[1]
 
@@ -111,6 +117,41 @@ def test_one_at_a_time(shm_path: Path, gated: list[Gate]):
     meet(gated, 1, second).open()
     second.result()
     assert sorted(os.listdir(shm_path)) == ["a", "c"]
+
+
+class Writers(Wrapper):
+    """Keeps the names of the threads that put data files."""
+
+    def __init__(self, store: Store, connections: int | None) -> None:
+        super().__init__(store)
+        self.names: set[str] = set()
+        self._connections = connections
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return dataclasses.replace(self.inner.capabilities, connections=self._connections)
+
+    def around(self, call: str, key: str, make: Callable[[], T]) -> T:
+        if call == "put" and key.endswith(".safetensors"):
+            self.names.add(threading.current_thread().name)
+        return make()
+
+
+@pytest.mark.parametrize(
+    ("threads", "connections", "names"),
+    [(None, None, {"shardstore-save"}), (2, None, {"shardstore"}), (None, 4, {"shardstore"})],
+)
+def test_one_thread_writes_in_the_background(threads, connections, names, shm_path: Path, monkeypatch):
+    """Each thread of low priority interrupts the steps as much again; onto connections, and if asked, there are more.
+
+    A save that the training waits for has as many as there are cores.
+    """
+    monkeypatch.setattr(verifying, "default_threads", lambda: 2)
+    state = {"model": {"a": torch.ones(9), "b": torch.ones(9)}}
+    with injected(lambda store: Writers(store, connections)) as stores:
+        started(save_async(state, shm_path / "a", shards=2, threads=threads)).result()
+        shardstore.save(state, shm_path / "b", shards=2)
+    assert [each.names for each in stores] == [names, {"shardstore"}]
 
 
 def test_a_result_that_takes_too_long(shm_path: Path, gated: list[Gate]):

@@ -42,8 +42,8 @@ def test_every_system_does_every_task_right(state, task, name, shm_path, tmp_pat
     """Each system gives back the saved bits at each of its tasks, is measured, and leaves no file."""
     if why := SYSTEMS[name].missing():
         pytest.skip(why)
-    monkeypatch.setattr(training, "ALONE", 0.01)
-    monkeypatch.setattr(runner, "_QUICK_S", 0)  # once is enough here
+    monkeypatch.setattr(training, "PHASE", 0.01)
+    monkeypatch.setattr(runner, "_OFTEN", 1)  # once is enough here
     case = Case.of(state, threads=2)
     with library(case, shm_path) as shelf:
         (row,) = measure(case, TASKS[task], [SYSTEMS[name]], shelf, settings(shm_path, tmp_path))
@@ -55,18 +55,70 @@ def test_every_system_does_every_task_right(state, task, name, shm_path, tmp_pat
 
 
 def test_quick_loads_are_measured_more_often(shm_path, tmp_path, monkeypatch):
-    """Whoever is quick at a load has three times as many rounds, whoever is slow as many as asked for; saves, too."""
+    """Whoever is quick at a load or stall has three times as many rounds, whoever is slow, or saves, the usual."""
 
-    class Slow(type(SYSTEMS["bare"])):
+    class Slow(type(SYSTEMS["shardstore"])):
         name = "slow"
 
     monkeypatch.setattr(runner, "_QUICK_S", 60)
     monkeypatch.setattr(runner, "_timed", lambda *given, check: (90.0 if given[2].name == "slow" else 1.0, 1.0, None))
     case = Case.of("toy", threads=2)
     with library(case, shm_path) as shelf:
-        for task, often in (("load-into", 3), ("save", 1)):
-            rows = measure(case, TASKS[task], [SYSTEMS["bare"], Slow()], shelf, settings(shm_path, tmp_path))
+        for task, often in (("load-into", 3), ("stall", 3), ("save", 1)):
+            rows = measure(case, TASKS[task], [SYSTEMS["shardstore"], Slow()], shelf, settings(shm_path, tmp_path))
             assert [len(each.seconds) for each in rows] == [often, 1]
+
+
+class Held:
+    """A save beside which steps take 20 ms by the clock; 10 while it is held, and 1 before it began."""
+
+    hold, ended = None, False
+
+    def begin(self, hold):
+        self.hold = hold
+        return self
+
+    def step(self):
+        if self.hold is None:
+            return 0.001
+        if self.hold._may.is_set():
+            return 0.02
+        self.hold._holds.set()
+        return 0.01
+
+    def done(self):
+        return self.ended
+
+    def result(self):
+        self.ended = True
+
+
+def test_a_save_that_can_be_held_is_timed_in_turn_with_the_steps_alone(monkeypatch):
+    """Half of the time is the save's, though the steps alone have become slower since before it."""
+    now = 0.0
+    save = Held()
+
+    def step(_steps):
+        nonlocal now
+        now += save.step()
+
+    monkeypatch.setattr(training.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(training.Steps, "_step", step)
+    assert training.beside(lambda: None, save.begin).share == pytest.approx(0.5, abs=0.02)
+    assert save.ended
+    assert save.hold._may.is_set()
+
+
+def test_what_takes_little_of_the_steps_is_measured_more_often(shm_path, tmp_path, monkeypatch):
+    """Small shares scatter by as much as they are."""
+    shares = {"shardstore": 0.02, "bare-writer": 0.7}
+    monkeypatch.setattr(
+        runner, "_timed", lambda *given, check: (1.0, 1.0, training.Beside(None, shares[given[2].name]))
+    )
+    case = Case.of("toy", threads=2)
+    with library(case, shm_path) as shelf:
+        rows = measure(case, TASKS["beside"], [SYSTEMS[name] for name in shares], shelf, settings(shm_path, tmp_path))
+    assert [len(each.shares) for each in rows] == [3, 1]
 
 
 def test_a_wrong_result_is_an_error_and_the_others_go_on(shm_path, tmp_path):

@@ -19,7 +19,7 @@ from torch import nn
 
 import shardstore
 from shardstore.errors import InvalidArgument, Mismatch, StoreError, UnsupportedState
-from shardstore.events import Started
+from shardstore.events import Progress, Started
 from shardstore.header import ALIGN
 from tests.kit.damage import files_of, index_of, parts_of, shards_of
 from tests.kit.same import assert_same, raw, ties
@@ -222,6 +222,15 @@ def test_T07_gaps_of_a_strided_target_stay_untouched(tmp_path: Path):
     assert torch.equal(base[:, 1:9:2], torch.arange(24.0).view(6, 4))
     assert (base[:, 0::2] == -5).all()
     assert (base[:, 9] == -5).all()
+
+
+def test_progress_is_told_in_small_steps_however_large_a_tensor_is(tmp_path: Path):
+    """No step is above 1 MiB, and they add up to the bytes that were announced."""
+    seen = []
+    saved = shardstore.save({"w": torch.zeros(3 * 2**18 + 1)}, tmp_path / "c", listener=seen.append)
+    steps = [event.nbytes for event in seen if isinstance(event, Progress)]
+    assert max(steps) == 2**20
+    assert sum(steps) == saved.nbytes
 
 
 @pytest.mark.parametrize("options", [{}, {"mode": "map"}], ids=["copy", "map"])

@@ -7,9 +7,23 @@ import shutil
 import pytest
 
 from shardstore import verify
-from shardstore.training import Checkpointer, KeepBest, KeepEvery, KeepLast
+from shardstore.check import verifying
+from shardstore.training import Checkpointer, KeepBest, KeepEvery, KeepLast, keeping
 from tests.kit.faults import Fault, FaultyStore, FlippingStore
 from tests.training.kit import Told, saves, small, stores, train, trained
+
+
+@pytest.mark.parametrize(("background", "threads"), [(True, 1), (False, 2)])
+def test_reading_back_in_the_background_takes_one_thread(background, threads, tmp_path, monkeypatch):
+    """It disturbs the steps as little as the save did; a training that waits for it has all cores read."""
+    found = []
+    monkeypatch.setattr(verifying, "default_threads", lambda: 2)
+    check = keeping.verify_uncached
+    monkeypatch.setattr(keeping, "verify_uncached", lambda *given: (found.append(given[2]), check(*given))[1])
+    with Checkpointer(tmp_path / "run", small(), every_steps=1, keep=KeepLast(2), background=background) as ckpt:
+        ckpt.resume()
+        ckpt.step()
+    assert found == [threads]
 
 
 def test_what_no_policy_keeps_goes_one_save_later(tmp_path):

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from shardstore import verify
 from shardstore.errors import InvalidArgument
-from shardstore.training import Checkpointer, Preempted
+from shardstore.training import Checkpointer, Preempted, saver
 from shardstore.training.workers import Shield
 from tests.kit.faults import Wrapper
 from tests.training.kit import Told, saves, small, stores, train
@@ -156,11 +157,31 @@ def test_grace_that_is_too_short_for_a_save_begins_none(tmp_path):
         ckpt.resume()
         for _ in range(3):
             if ckpt.completed == 2:
-                ckpt._seconds = 31.0
+                ckpt._saver.seconds = 31.0
                 raised(signal.SIGTERM)
             ckpt.step()
     assert sorted(saves(tmp_path / "run")) == [2]
     assert any("step 3 is not saved" in what for what in told.warnings)
+
+
+def test_saves_in_the_background_say_nothing_of_the_grace(tmp_path, monkeypatch):
+    """Beside a training they take many times as long as a save for which it waits: the last step is saved."""
+    within = saver.in_background
+
+    def slow(state, work, **options):
+        return within(state, lambda flat: dataclasses.replace(work(flat), seconds=31.0), **options)
+
+    monkeypatch.setattr(saver, "in_background", slow)
+    with (
+        pytest.raises(Preempted),
+        Checkpointer(tmp_path / "run", small(), every_steps=2, background=True, grace_seconds=30) as ckpt,
+    ):
+        ckpt.resume()
+        for _ in range(3):
+            if ckpt.completed == 2:
+                raised(signal.SIGTERM)
+            ckpt.step()
+    assert sorted(saves(tmp_path / "run")) == [2, 3]
 
 
 def test_a_stop_finishes_the_background_save_and_saves_the_last_step(tmp_path):
