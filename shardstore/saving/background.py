@@ -102,7 +102,8 @@ def save_async(  # noqa: PLR0913 - the public face: every argument but two has a
 ) -> Pending | None:  # fmt: skip
     """Save a copy of a state on a thread; returns a Pending as soon as the copy is made.
 
-    Arguments are those of `save`. Whatever happens to the state afterwards, tensors and plain data alike, does not
+    Arguments are those of `save`; without `threads`, all cores copy, and one thread writes, or one for each connection
+    of an object store. Whatever happens to the state afterwards, tensors and plain data alike, does not
     reach the checkpoint. The copy needs as much memory as the tensors; it is kept and used again (`warm_up` makes it
     early). A process that ends meanwhile finishes the save first.
 

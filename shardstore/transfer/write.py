@@ -43,7 +43,7 @@ class HashedBody:
         hasher = BlockHasher(self._algorithm, BLOCK)
         at = 0
         for chunk in self._chunks():
-            done = 0
+            done = told = 0
             while done < len(chunk):
                 size = min(SLICE, BLOCK - at % BLOCK)
                 part = chunk[done : done + size]
@@ -51,8 +51,9 @@ class HashedBody:
                 yield part
                 done += len(part)
                 at += len(part)
-                if self._reporter:
-                    self._reporter.moved(len(part))
+                if self._reporter and (at % BLOCK == 0 or done == len(chunk)):
+                    self._reporter.moved(done - told)
+                    told = done
         if at != self.nbytes:
             raise StoreError(f"{self.nbytes} bytes were to be written, {at} came")
         self.digest, blocks = hasher.finish()
