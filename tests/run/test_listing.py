@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 
@@ -11,10 +12,10 @@ from hypothesis import strategies as st
 
 from shardstore.errors import CheckpointNotFound, StoreError, UnsupportedVersion
 from shardstore.index import HEAD_BYTES, dump, head_of, parse, read_head
-from shardstore.run import Run, RunCheckpoint, folder_name, latest, parse_folder
+from shardstore.run import Run, RunCheckpoint, facade, folder_name, latest, parse_folder
 from shardstore.run.listing import newest_line
 from shardstore.storage import Bytes, open_store
-from tests.kit.faults import CountingStore, Fault, FaultyStore
+from tests.kit.faults import CountingStore, Fault, FaultyStore, Wrapper
 from tests.kit.runs import Trainer, contents, new_attempt, steps
 
 ODD = [
@@ -306,3 +307,22 @@ def test_run_json_that_was_lost_is_made_again(trainer, run, heard):
     made = run.create()
     assert (made.run, made.committed) == (trainer.id, True)
     assert any("run.json was lost" in text for text in heard)
+
+
+class Connected(Wrapper):
+    """A store that three calls at once serve best."""
+
+    @property
+    def capabilities(self):
+        return dataclasses.replace(self.inner.capabilities, connections=3)
+
+
+def test_a_checkpoint_is_verified_over_as_many_connections_as_serve_the_store_best(trainer, run, monkeypatch):
+    """As by `shardstore.verify`, not by one thread for each core; who asks for a number gets it."""
+    trainer.save(10)
+    found, check = [], facade.verify_store
+    monkeypatch.setattr(facade, "verify_store", lambda *given: (found.append(given[1]), check(*given))[1])
+    monkeypatch.setattr(run, "_open", lambda url, opened=run._open: Connected(opened(url)))
+    assert run.verify(10).ok
+    assert run.verify(10, threads=2).ok
+    assert found == [3, 2]
