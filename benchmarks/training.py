@@ -40,9 +40,9 @@ class Steps:
         )
 
     def run(self, until: Callable[[], bool]) -> Pace:
-        """Steps until then."""
+        """Steps until then, one at least."""
         count, start = 0, time.perf_counter()
-        while not until():
+        while not count or not until():
             self._step()
             count += 1
         return Pace(count, time.perf_counter() - start)
