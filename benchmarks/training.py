@@ -140,7 +140,7 @@ def _in_turn(steps: Steps, handle: Any, hold: Hold) -> tuple[list[Pace], list[Pa
             hold.open()
     finally:
         hold.open()
-    return with_it, alone
+    return with_it or [steps.run(handle.done)], alone  # it may have ended before the first step
 
 
 def _rate(paces: list[Pace]) -> float:
